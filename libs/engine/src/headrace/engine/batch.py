@@ -1,0 +1,54 @@
+"""One forward pass as data: what the scheduler plans and the model runs.
+
+A batch is a list of segments: consecutive rows of one sequence each. A prefill chunk, a decode row and a verification window are
+the same thing with different lengths. Nothing here is a tensor; the runner turns it into tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from .cache import CacheSpec, KVPool, StatePool
+
+
+@dataclass(slots=True)
+class Segment:
+    """Rows [start, start + len(ids)) of one sequence."""
+
+    slot: int  # state slot
+    start: int  # absolute position of the first row
+    ids: Sequence[int]  # token ids of the rows
+    prev_ids: Sequence[int]  # the (up to) three ids before `start`, oldest first: n-gram look-back
+    block_table: Sequence[int]  # physical block per 128 logical tokens; covers start + len(ids)
+    write_floor: int = 0  # paged entries of tokens below this are not written (replayed rows of a hit)
+    window_floor: int = 0  # window KV of positions below this is not visible to any layer (start of a replay)
+    decoder_floor: int = 0  # bounded class: decoder layers run on rows >= this and see window KV >= this; exact: 0
+    outputs: Sequence[int] = field(default_factory=tuple)  # absolute positions whose hidden row is wanted
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.ids)
+
+
+class Model(Protocol):
+    """A family: one file of model code plus its cache declaration. Knows nothing of requests or scheduling."""
+
+    spec: CacheSpec
+    vocab_size: int
+    hidden_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    checkpoint_digest: str
+
+    def new_states(self, slots: int) -> StatePool: ...
+
+    def forward(self, segments: Sequence[Segment], kv: KVPool, states: StatePool) -> torch.Tensor:
+        """Run all rows, write paged KV and state, and return the final-norm hidden rows named by `outputs`,
+        segment by segment: [R, hidden_size], in the model's compute dtype."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden_size] -> [R, vocab_size] fp32."""
