@@ -77,18 +77,6 @@ class Load(Part):
     step_seconds: float = 0.0  # decode step, measured
 
 
-class MemoryAddress(Part):
-    """How peers reach an instance's registered memory. `host` is a nonce of the host's shared-memory mount: equal nonces
-    mean that both sides see the same segments, so `shm` may be tried; otherwise `tcp` is used."""
-
-    host: str = ""
-    shm_dir: str = ""  # directory of segment files, as the owner sees it
-    tcp: str = ""  # host:port of the owner's transfer server
-    incarnation: str = ""  # name of the incarnation lock file; its lock is released only by the owner's death
-    regions: dict[str, int] = {}  # region name -> bytes
-    kinds: list[str] = []  # transports offered, best first
-
-
 class Problem(Part):
     """An error that a client may see. `status` is the HTTP status that fits it."""
 
@@ -246,7 +234,7 @@ class Ticket(Part):
 
 class Bound(Message):
     ticket: Ticket
-    memory: MemoryAddress
+    memory: bytes  # address of the owner's memory: made and read by headrace.transfer, opaque here
 
 
 class Commit(Message):
@@ -358,7 +346,7 @@ class Presence(Message):
     block_tokens: int = 128
     block_bytes: int = 0
     max_model_len: int = 0
-    memory: MemoryAddress | None = None
+    memory: bytes = b""  # address of this instance's memory: made and read by headrace.transfer, opaque here
     out_seq: dict[str, int] = {}  # last Out.seq per gateway
     version: str = ""
     event_seq: int = 0  # last KvEvents.seq
@@ -415,7 +403,7 @@ class KvFound(Message):
     handle: str  # "" when nothing was found
     blocks: list[Location]
     states: list[Location | None]
-    memory: MemoryAddress | None = None
+    memory: bytes = b""  # address of this instance's memory: made and read by headrace.transfer, opaque here
 
 
 class KvReserve(Message):
@@ -435,7 +423,7 @@ class KvReserved(Message):
     grant: str
     generation: int
     offsets: list[int]
-    memory: MemoryAddress | None = None
+    memory: bytes = b""  # address of this instance's memory: made and read by headrace.transfer, opaque here
 
 
 class KvCommit(Message):
