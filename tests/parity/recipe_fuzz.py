@@ -1,0 +1,134 @@
+"""Differential fuzzer: random input through ours and through the official wheel, every difference counted.
+
+    python tests/parity/recipe_fuzz.py --cases 2000 --seed 1 --kind render
+
+Prints one line per kind and the first differing cases; the exit status is 1 when anything differed.
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import recipe_oracle as oracle  # noqa: E402
+
+TEXTS = [
+    "", "a", "hello world", "多字节 文本", "<｜User｜>", "<think>x</think>", "｜DSML｜", "<｜image｜>", "a<｜image｜>b<｜image｜>",
+    "\n", "\n\n", " ", "line\nline", "</tool_result>", "emoji 🎉 é", "\u2028\x7f", "json", "\t\b", '"quoted" \\ back',
+]
+ARGUMENTS = [
+    "", "{}", "[]", "null", "not json", '"s"', '{"a": 1}', '{"x":"y","n":[1,2,{"k":null}]}', '{"a":1e-7,"b":1e-5,"c":1e16}',
+    '{"a":"中文\\n\\u0001/","b":true}', '{"a":1,"b":2,"a":"z"}', '{"a":123456789012345678901}', '{"a":-0}', "{} x",
+    '{"a": 1e400}', '{"a":"\\ud800"}', '{"a b":"x", "":"e"}', '{"t":"<｜DSML｜"}', '{"big":18446744073709551615}',
+    '{"deep":' + "[" * 60 + "]" * 60 + "}", '{"deep":' + "[" * 127 + "]" * 127 + "}", '  {"sp" : 1.50 }  ', '{"a":.5}',
+]
+SCHEMAS = [
+    None, {}, {"type": "object"}, {"type": "object", "properties": {"x": {"type": "string", "description": "城市"}}},
+    {"type": "object", "properties": {"n": {"type": "number", "minimum": 1e-07, "default": 1e-5}}, "required": ["n"]},
+    {"b": [1, 2.5, None, True], "a": {"z": 1e16}}, [1], "text", 3,
+]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=[*KINDS, "all"], default="all")
+    parser.add_argument("--show", type=int, default=3, help="differing cases to print")
+    options = parser.parse_args(argv)
+    kinds = KINDS if options.kind == "all" else [options.kind]
+    total = 0
+    for kind in kinds:
+        bad = run(kind, options.cases, options.seed, options.show)
+        total += bad
+        print(f"{kind:12} {options.cases} cases  {bad} mismatches")
+    return 1 if total else 0
+
+
+def run(kind: str, cases: int, seed: int, show: int = 3) -> int:
+    """Mismatches of `cases` random cases; case i of a seed is always the same one."""
+    bad = 0
+    for i in range(cases):
+        case, ours, theirs = KINDS[kind](random.Random(f"{kind}:{seed}:{i}"))
+        if ours != theirs:
+            bad += 1
+            if bad <= show:
+                print(f"--- {kind} seed {seed} case {i}: {json.dumps(case, ensure_ascii=False)[:3000]}")
+                print(f"  ours   {difference(ours, theirs)}\n  theirs {difference(theirs, ours)}")
+    return bad
+
+
+def difference(one, other) -> str:
+    """`one`, cut to where it starts to differ from `other`."""
+    a, b = (json.dumps(x, ensure_ascii=False, default=repr) for x in (one, other))
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[max(0, at - 160) : at + 240]
+
+
+def render_case(rng: random.Random) -> tuple:
+    version = rng.choice(["v4", "v41"])
+    spec = conversation(rng)
+    ours, theirs = oracle.conversation_pair(spec)
+    return (version, spec), oracle.render_ours(version, ours), oracle.render_theirs(version, theirs)
+
+
+def conversation(rng: random.Random) -> dict:
+    """A conversation as data, with the odd orders that clients send."""
+    spec = {
+        "messages": [message(rng) for _ in range(rng.choice([0, 1, 1, 2, 3, 4, 6, 9]))],
+        "thinking_mode": rng.random() < 0.6,
+        "tool_choice": rng.choice(["auto", "auto", "none", "required"]),
+        "reasoning_effort": rng.choice([None, None, "low", "high", "xhigh", "max"]),
+    }
+    if rng.random() < 0.4:
+        spec["tools"] = [tool(rng) for _ in range(rng.randint(1, 3))]
+    form = rng.random()
+    if form < 0.15:
+        spec["response_format"] = "json_object"
+    elif form < 0.3:
+        spec["response_schema"] = rng.choice([s for s in SCHEMAS if s is not None])
+    elif form < 0.35:
+        spec["response_regex"] = "a+"
+    return spec
+
+
+def message(rng: random.Random) -> dict:
+    role = rng.choice(["system", "user", "user", "assistant", "assistant", "tool", "tool", "latest_reminder"])
+    result = {"role": role, "content": "".join(rng.choice(TEXTS) for _ in range(rng.choice([0, 1, 1, 2])))}
+    if role in ("system", "user", "tool") and rng.random() < 0.25:
+        result["images"] = [{"url": f"http://h/{rng.randint(0, 99)}"} for _ in range(rng.randint(1, 3))]
+    if role == "system" and rng.random() < 0.3:
+        result["tools"] = [tool(rng) for _ in range(rng.randint(0, 2))]
+    if role == "tool":
+        result["tool_call_id"] = rng.choice([None, "", *"abcd"])
+    if role == "assistant":
+        result["reasoning_content"] = rng.choice([None, None, "", "r", "think\n"])
+        result["prefix"] = rng.random() < 0.15
+        result["tool_calls"] = rng.choice([None, None, [tool_call(rng) for _ in range(rng.randint(0, 3))]])
+    return result
+
+
+def tool_call(rng: random.Random) -> dict:
+    return {"id": rng.choice([*"abcd", ""]), "name": rng.choice(["f", "get_weather", 'q"', ""]), "arguments": rng.choice(ARGUMENTS)}
+
+
+def tool(rng: random.Random) -> dict:
+    return {
+        "name": rng.choice(["f", "get_weather", "工具"]),
+        "description": rng.choice([None, "", "does it", "多\n行"]),
+        "parameters": rng.choice(SCHEMAS),
+        "strict": rng.choice([None, True, False]),
+        "defer_loading": rng.random() < 0.2,
+    }
+
+
+KINDS: dict[str, Callable[[random.Random], tuple]] = {
+    "render": render_case,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
