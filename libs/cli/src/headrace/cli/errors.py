@@ -1,0 +1,5 @@
+"""What a command says when it cannot go on."""
+
+
+class CommandError(Exception):
+    """One sentence for a person: what is wrong, with which value, and the way out. Printed without a traceback; exit status 1."""

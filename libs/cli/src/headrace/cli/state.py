@@ -1,0 +1,117 @@
+"""The state directory: what a running system leaves for the other commands to find, and what outlives it.
+
+    running.json    who runs: pid, URL, NATS address, model, processes (mode 600: the NATS address holds a password)
+    nats.url        the NATS address alone, for `nats --server "$(cat .headrace/nats.url)" sub 'headrace.trace.>'`
+    logs/           one file per process, from the last start on
+    checkpoints/    random checkpoints made by `up`
+    lock            held while a system runs from here
+
+Default: .headrace/ beside the launcher, or in the current directory without one; HEADRACE_STATE_DIR or --state-dir choose another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from headrace.cli.errors import CommandError
+
+
+@dataclass
+class Running:
+    """A system that is up, as the other commands need it."""
+
+    pid: int
+    url: str  # of the gateway, without a slash at the end
+    nats_url: str  # with credentials
+    model: str
+    engine: str
+    processes: dict[str, int] = field(default_factory=dict)  # name -> pid at the time of the ready line
+
+
+class StateDir:
+    """One state directory. Reading needs no lock; `acquire` is for the command that runs the system."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path).absolute()
+        self.logs = self.path / "logs"
+        self.checkpoints = self.path / "checkpoints"
+        self._running = self.path / "running.json"
+        self._nats_url = self.path / "nats.url"
+        self._lock = None
+
+    def acquire(self) -> None:
+        """Become the one system that runs from here, and start with empty logs. Raises CommandError when another does."""
+        try:
+            for folder in (self.path, self.logs, self.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / "lock").open("a+")
+        except OSError as error:
+            raise CommandError(f"cannot write to the state directory {self.path}: {error.strerror}; use --state-dir") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock = None
+            running = self.read()
+            who = f"pid {running.pid}, {running.url}" if running else "it is still starting"
+            raise CommandError(
+                f"a system already runs from {self.path} ({who}); stop it with Ctrl-C in its terminal, or start a second one with "
+                f"--state-dir"
+            ) from None
+        self._forget()
+        for log in self.logs.glob("*.log"):
+            log.unlink()
+
+    def release(self) -> None:
+        """The system is gone."""
+        self._forget()
+        if self._lock:
+            self._lock.close()
+            self._lock = None
+
+    def write(self, running: Running) -> None:
+        for path, text in ((self._running, json.dumps(asdict(running), indent=2)), (self._nats_url, running.nats_url)):
+            temporary = path.with_suffix(".tmp")
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(text + "\n")
+            temporary.replace(path)
+
+    def read(self) -> Running | None:
+        """The running system, or None when none is recorded or its process is gone."""
+        try:
+            running = Running(**json.loads(self._running.read_text()))
+            os.kill(running.pid, 0)
+        except (OSError, ValueError, TypeError):
+            return None
+        return running
+
+    def _forget(self) -> None:
+        self._running.unlink(missing_ok=True)
+        self._nats_url.unlink(missing_ok=True)
+
+
+def default_path() -> Path:
+    return Path(os.environ.get("HEADRACE_STATE_DIR") or Path(os.environ.get("HEADRACE_HOME", ".")) / ".headrace")
+
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """The --state-dir flag, the same for every command."""
+    parser.add_argument(
+        "--state-dir",
+        type=StateDir,
+        default=StateDir(default_path()),
+        metavar="DIR",
+        help="where a running system records its address, logs and checkpoints (default: .headrace; env HEADRACE_STATE_DIR)",
+    )
+
+
+def running_or_fail(state: StateDir) -> Running:
+    """The running system, or a CommandError that says how to start one."""
+    running = state.read()
+    if running is None:
+        raise CommandError(f"no running system is recorded in {state.path}; start one with `headrace up`, or name one with --url")
+    return running
