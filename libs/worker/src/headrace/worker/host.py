@@ -1,0 +1,152 @@
+"""Runs an engine on the owner's event loop: plan on the loop, execute elsewhere, apply on the loop.
+
+Knows when to step and where. A real engine executes in one dedicated thread; the simulated one says how long its step takes
+(`plan.seconds`), so it is executed inline after that long on a timer: no thread, no hand-over, which matters where a request may
+cost less than a millisecond of CPU in all processes together.
+
+An error in a step ends the requests of that step and nothing else. The sweep runs on every tick whether or not anything is
+scheduled (a sweep that only runs with new work never frees what keeps new work out). `steps` only grows: liveness is that number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import structlog
+
+from headrace.engine import api
+
+log = structlog.get_logger()
+
+
+class EngineHost:
+    """`on_events(events)` after each step, `on_tick()` every `tick` seconds; both on the loop, both must not block."""
+
+    def __init__(
+        self,
+        engine: api.Engine,
+        on_events: Callable[[list[api.Event]], None],
+        on_tick: Callable[[], None] = lambda: None,
+        tick: float = 0.02,
+    ) -> None:
+        self.engine = engine
+        self.steps = 0
+        self.last_step = time.monotonic()  # when a step last ended, or work last began
+        self._on_events, self._on_tick, self._tick = on_events, on_tick, tick
+        self._threaded = engine.info.kind != "sim"
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="model") if self._threaded else None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._scheduled = False  # a call of _step is queued
+        self._stepping = False  # a plan is being executed
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopped = True
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopped = False
+        self._timer = self._loop.call_later(self._tick, self._ticked)
+
+    async def stop(self) -> None:
+        """No further step begins; one that runs is waited for (a model step ends by itself)."""
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._pool is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._pool.shutdown)
+
+    def wake(self) -> None:
+        """There may be work: call after submit, admit, cancel and whatever frees memory."""
+        if not (self._scheduled or self._stepping or self._stopped):
+            self._scheduled = True
+            self._loop.call_soon(self._step)
+
+    @property
+    def stepping(self) -> bool:
+        return self._stepping
+
+    def step_age(self) -> float:
+        """Seconds since the last step while there is work; 0 when idle."""
+        return time.monotonic() - self.last_step if self._stepping or self.engine.has_work() else 0.0
+
+    # ------------------------------------------------------------ the step
+
+    def _step(self) -> None:
+        self._scheduled = False
+        if self._stopped:
+            return
+        plan = None
+        try:
+            plan = self.engine.plan()
+        except Exception as error:  # a bug of the scheduler: nothing of this step can be trusted
+            self._fail(None, error)
+        if plan is None:
+            self.last_step = time.monotonic()  # idle, or waiting for memory that a peer holds: the tick looks again
+            return
+        self._stepping = True
+        if self._threaded:
+            future = self._pool.submit(self.engine.execute, plan)
+            future.add_done_callback(lambda f: self._executed(plan, f))
+            return
+        seconds, plan.seconds = plan.seconds, 0.0
+        if seconds > 0:
+            self._loop.call_later(seconds, self._inline, plan)
+        else:
+            self._inline(plan)
+
+    def _inline(self, plan: Any) -> None:
+        try:
+            result = self.engine.execute(plan)
+        except Exception as error:
+            self._finish(plan, None, error)
+        else:
+            self._finish(plan, result, None)
+
+    def _executed(self, plan: Any, future: Future) -> None:  # in the model thread
+        error = future.exception()
+        result = None if error is not None else future.result()
+        try:
+            self._loop.call_soon_threadsafe(self._finish, plan, result, error)
+        except RuntimeError:  # the loop is closed: the process ends
+            pass
+
+    def _finish(self, plan: Any, result: Any, error: BaseException | None) -> None:
+        self._stepping = False
+        self.steps += 1
+        self.last_step = time.monotonic()
+        if error is None:
+            try:
+                events = self.engine.apply(plan, result)
+            except Exception as failure:
+                self._fail(plan, failure)
+            else:
+                self._deliver(events)
+        else:
+            self._fail(plan, error)
+        if self.engine.has_work():
+            self.wake()
+
+    def _deliver(self, events: list[api.Event]) -> None:
+        if events:
+            try:
+                self._on_events(events)
+            except Exception:  # the owner's bug must not stop the other requests' steps
+                log.exception("step events failed", events=len(events))
+
+    def _fail(self, plan: Any, error: BaseException) -> None:
+        log.error("engine step failed", error=repr(error), exc_info=error)
+        self._deliver(self.engine.fail(plan, error))
+
+    def _ticked(self) -> None:
+        if self._stopped:
+            return
+        self._timer = self._loop.call_later(self._tick, self._ticked)
+        try:
+            self._on_tick()
+        except Exception:
+            log.exception("tick failed")
+        if self.engine.has_work():
+            self.wake()
