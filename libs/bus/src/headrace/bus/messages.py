@@ -350,6 +350,7 @@ class Presence(Message):
     out_seq: dict[str, int] = {}  # last Out.seq per gateway
     version: str = ""
     event_seq: int = 0  # last KvEvents.seq
+    http: str = ""  # URL of /health, /ready and /metrics (of the gateway: of the API)
 
 
 class KvEvents(Message):
@@ -464,10 +465,22 @@ class TraceEvents(Message):
     events: list[dict[str, Any]]
 
 
+# ---------------------------------------------------------------- transport of large messages
+
+
+class Chunk(Message):
+    """A numbered piece of an encoded message that is larger than the server's max_payload. Made and joined by `Bus`."""
+
+    id: str
+    number: int
+    total: int
+    data: bytes
+
+
 ANY = (
-    Refused | Done | Admit | Admitted | Cancel | Resume | Resumed | Run | Accepted | Bind | Bound | Commit | Verdict | WriterDone
-    | Fail | TicketStatus | Out | Ping | Pong | Presence | KvEvents | KvSnapshot | KvBlocks | KvLookup | KvFound | KvReserve
-    | KvReserved | KvCommit | KvStored | KvRelease | KvReleased | TraceGet | TraceEvents
+    Refused | Done | Admit | Admitted | Cancel | Resume | Resumed | Run | Accepted | Bind | Bound | Commit | Verdict
+    | WriterDone | Fail | TicketStatus | Out | Ping | Pong | Presence | KvEvents | KvSnapshot | KvBlocks | KvLookup
+    | KvFound | KvReserve | KvReserved | KvCommit | KvStored | KvRelease | KvReleased | TraceGet | TraceEvents | Chunk
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

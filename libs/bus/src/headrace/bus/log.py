@@ -1,0 +1,35 @@
+"""Structured logs: JSON lines for machines, one readable line for people. Request ids are fields, never part of the text."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+
+def configure(level: str = "info", fmt: str = "auto") -> None:
+    """Set up structlog and send the standard library's loggers (aiohttp, nats) through it."""
+    threshold = getattr(logging, level.upper())
+    as_json = fmt == "json" or (fmt == "auto" and not sys.stderr.isatty())
+    shared = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    if as_json:
+        final = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    else:
+        final = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    structlog.configure(
+        processors=[*shared, *final],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    drop = structlog.stdlib.ProcessorFormatter.remove_processors_meta
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[drop, *final], foreign_pre_chain=shared))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(max(threshold, logging.WARNING))

@@ -1,0 +1,203 @@
+"""Who is there, and who has died.
+
+Knows: presence messages (`Peers`) and pings (`Prober`). Presence says who exists, in which state, with which load; it is too
+slow to say who is dead. Death is found by probing instances that have work in flight: every 250 ms, two misses or nobody
+listening.
+Does not know: what anybody does with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+import structlog
+
+from . import messages as m
+from .connection import Bus, Subscription
+from .errors import BusError, BusTimeout, Disconnected, NoResponder
+from .subjects import HELLO, PRESENCE
+
+FRESH_SECONDS = 3.5  # three missed presences
+PROBE_SECONDS = 0.25
+PROBE_MISSES = 2
+
+log = structlog.get_logger("headrace.bus")
+
+Watcher = Callable[[str, m.Presence], None]  # kind: join | update | state | epoch | leave
+
+
+class Peers:
+    """All instances that speak on the bus. `await peers.start()` before use."""
+
+    def __init__(self, bus: Bus):
+        self._bus = bus
+        self._seen: dict[str, tuple[m.Presence, float]] = {}  # instance -> presence, monotonic time
+        self._watchers: list[Watcher] = []
+        self._subscription: Subscription | None = None
+        self._sweeper: asyncio.Task | None = None
+        self._changed = asyncio.Event()
+
+    async def start(self) -> None:
+        self._subscription = await self._bus.subscribe(PRESENCE, self._on_presence)
+        self._sweeper = asyncio.create_task(self._sweep())
+        self._bus.publish_bytes(HELLO, b"")
+
+    async def stop(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+        if self._subscription is not None:
+            await self._subscription.close()
+
+    def by_role(self, role: str, state: str | None = "ready") -> list[m.Presence]:
+        """Fresh instances of a role in a state (None: any), in order of their names."""
+        return sorted(
+            (p for p, _ in self._seen.values() if p.role == role and (state is None or p.state == state)),
+            key=lambda p: p.instance,
+        )
+
+    def get(self, instance: str) -> m.Presence | None:
+        found = self._seen.get(instance)
+        return found[0] if found else None
+
+    def all(self) -> list[m.Presence]:
+        return [p for p, _ in self._seen.values()]
+
+    def watch(self, watcher: Watcher) -> None:
+        """`watcher(kind, presence)` for: join, update (every message), state, epoch (a new incarnation), leave."""
+        self._watchers.append(watcher)
+
+    def forget(self, instance: str) -> None:
+        """It was found dead; it comes back by itself if it was not."""
+        found = self._seen.pop(instance, None)
+        if found:
+            self._tell("leave", found[0])
+
+    async def wait_for(self, role: str, count: int = 1, timeout: float = 10.0) -> list[m.Presence]:
+        """Wait until `count` instances of a role are ready. BusTimeout says how many there were."""
+        deadline = time.monotonic() + timeout
+        while len(found := self.by_role(role)) < count:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise BusTimeout(f"{len(found)} of {count} {role} instances were ready after {timeout:g} s") from None
+        return found
+
+    def _on_presence(self, presence: m.Message, subject: str) -> None:
+        if not isinstance(presence, m.Presence):
+            return
+        old = self._seen.get(presence.instance)
+        if old and (presence.epoch, presence.seq) < (old[0].epoch, old[0].seq):
+            return
+        if presence.state == "stopped":
+            return self.forget(presence.instance)
+        self._seen[presence.instance] = (presence, time.monotonic())
+        if not old:
+            self._tell("join", presence)
+        elif presence.epoch != old[0].epoch:
+            self._tell("epoch", presence)
+        elif presence.state != old[0].state:
+            self._tell("state", presence)
+        self._tell("update", presence)
+
+    def _tell(self, kind: str, presence: m.Presence) -> None:
+        if kind != "update":
+            self._changed.set()
+        for watcher in self._watchers:
+            try:
+                watcher(kind, presence)
+            except Exception:
+                log.exception("presence watcher failed", kind=kind, instance=presence.instance)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            if not self._bus.connected:  # our silence, not theirs
+                now = time.monotonic()
+                self._seen = {name: (presence, now) for name, (presence, _) in self._seen.items()}
+                continue
+            oldest = time.monotonic() - FRESH_SECONDS
+            for instance in [name for name, (_, seen) in self._seen.items() if seen < oldest]:
+                self.forget(instance)
+
+
+class Prober:
+    """Pings watched instances. `on_dead(instance, why)` is called once; the instance is then no longer watched.
+
+    While this process itself is disconnected nobody is declared dead."""
+
+    def __init__(
+        self, bus: Bus, sender: str, on_dead: Callable[[str, str], None], on_pong: Callable[[m.Pong], None] | None = None
+    ):  # fmt: skip
+        self._bus, self._sender, self._on_dead, self._on_pong = bus, sender, on_dead, on_pong
+        self._watched: dict[str, list] = {}  # instance -> [role, uses, misses, epoch]
+        self._task: asyncio.Task | None = None
+        self._wake = asyncio.Event()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def watch(self, role: str, instance: str) -> None:
+        """There is work in flight there. Counted: every watch needs its unwatch."""
+        found = self._watched.get(instance)
+        if found is not None:
+            found[1] += 1
+        else:
+            self._watched[instance] = [role, 1, 0, 0]
+            self._wake.set()
+
+    def unwatch(self, instance: str) -> None:
+        found = self._watched.get(instance)
+        if found is not None:
+            found[1] -= 1
+
+    async def _run(self) -> None:
+        while True:
+            if not self._watched:
+                self._wake.clear()
+                await self._wake.wait()
+            await asyncio.sleep(PROBE_SECONDS)
+            for instance, state in list(self._watched.items()):
+                if state[1] <= 0:
+                    self._watched.pop(instance, None)
+                elif self._bus.connected:
+                    future = self._bus.ask(f"headrace.{state[0]}.{instance}.ping", m.Ping(self._sender), PROBE_SECONDS)
+                    future.add_done_callback(lambda f, instance=instance: self._judge(instance, f))
+
+    def _judge(self, instance: str, future: asyncio.Future) -> None:
+        error = None if future.cancelled() else future.exception()
+        state = self._watched.get(instance)
+        if state is None or isinstance(error, Disconnected):
+            return
+        if error is None:
+            pong = future.result()
+            if isinstance(pong, m.Pong):
+                if state[3] and pong.epoch != state[3]:
+                    return self._declare(instance, "it restarted")
+                state[2], state[3] = 0, pong.epoch
+                if self._on_pong is not None:
+                    self._on_pong(pong)
+            return
+        state[2] += 1
+        if isinstance(error, NoResponder):
+            self._declare(instance, "it has left the bus")
+        elif isinstance(error, BusError) and state[2] >= PROBE_MISSES:
+            self._declare(instance, f"it missed {PROBE_MISSES} pings")
+
+    def _declare(self, instance: str, why: str) -> None:
+        if self._watched.pop(instance, None) is None:
+            return
+        log.warning("instance is dead", instance=instance, why=why)
+        self._on_dead(instance, why)

@@ -1,0 +1,197 @@
+"""Settings: one typed struct per service, filled from a YAML file, HEADRACE_* variables and flags, in rising precedence.
+
+Knows: where a value came from, how to say what is wrong with it. Does not know: what any setting does.
+
+A field is declared once, with its help:  max_num_seqs: Annotated[int, Meta(ge=1, description="...")] = 64
+and is then `max_num_seqs:` in YAML (at the top, or under the role's name), HEADRACE_MAX_NUM_SEQS, and --max-num-seqs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+ENV_PREFIX = "HEADRACE_"
+SECRET = ("password", "token", "secret")
+
+ROLES = ("gateway", "prefill", "decode", "kvstore", "vision")
+
+
+class SettingsError(ValueError):
+    """A setting is wrong; the text names it, its source and what would be right."""
+
+
+class Settings(msgspec.Struct, kw_only=True):
+    """What every service has. Services subclass it."""
+
+    nats_url: Annotated[str, Meta(description="NATS servers, comma separated")] = "nats://127.0.0.1:4222"
+    nats_user: Annotated[str, Meta(description="user name at NATS")] = ""
+    nats_password: Annotated[str, Meta(description="password at NATS; better given as a variable than as a flag")] = ""
+    nats_nkey: Annotated[str, Meta(description="file that holds an nkey seed for NATS")] = ""
+    nats_connect_seconds: Annotated[float, Meta(gt=0, description="how long a start waits for NATS")] = 30.0
+    name: Annotated[str, Meta(description="a label for people; the instance id is made at each start")] = ""
+    host: Annotated[str, Meta(description="address that this service listens on")] = "127.0.0.1"
+    metrics_port: Annotated[int, Meta(ge=0, le=65535, description="port of /health, /ready and /metrics; 0: a free one")] = 0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="what is logged")] = "info"
+    log_format: Annotated[Literal["auto", "console", "json"], Meta(description="auto: JSON unless on a terminal")] = "auto"
+    shm_dir: Annotated[str, Meta(description="folder for memory shared between processes of one host")] = "/dev/shm/headrace"
+    transports: Annotated[list[Literal["shm", "tcp"]], Meta(description="ways to move tensors, best first")] = msgspec.field(
+        default_factory=lambda: ["shm", "tcp"]
+    )
+    drain_seconds: Annotated[float, Meta(ge=0, description="how long SIGTERM waits for work in flight")] = 30.0
+    stall_seconds: Annotated[float, Meta(gt=0, description="work without progress for this long is `stalled`")] = 10.0
+    trace: Annotated[bool, Meta(description="publish trace events (they are always remembered)")] = True
+    test_faults: Annotated[str, Meta(description="fault points for tests: name=value,name=value")] = ""
+
+    @classmethod
+    def load(cls, argv: Sequence[str] | None = None, role: str = "", description: str = "") -> Self:
+        """Read all sources, check once. Raises SettingsError; --help and --print-config print and exit with 0."""
+        values, sources, flags = _collect(cls, sys.argv[1:] if argv is None else list(argv), role, description)
+        settings = _convert(cls, values, sources)
+        if flags.print_config:
+            print(settings.describe(sources), end="")
+            raise SystemExit(0)
+        return settings
+
+    def describe(self, sources: dict[str, str] | None = None) -> str:
+        """As YAML, each value with its source; secrets are hidden."""
+        lines = []
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value and any(word in name for word in SECRET):
+                value = "(hidden)"
+            text = yaml.safe_dump({name: msgspec.to_builtins(value)}, default_flow_style=True, width=10_000).strip()[1:-1]
+            lines.append(f"{text}  # {(sources or {}).get(name, 'default')}\n")
+        return "".join(lines)
+
+    def fault(self, name: str) -> str | None:
+        """The value of a named fault point, "" when it has none, None when it is off."""
+        for part in filter(None, self.test_faults.split(",")):
+            key, _, value = part.partition("=")
+            if key.strip() == name:
+                return value.strip()
+        return None
+
+
+def _collect(cls: type[Settings], argv: list[str], role: str, description: str) -> tuple[dict, dict[str, str], Any]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    flags = _parser(cls, hints, role, description).parse_args(argv)
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+
+    path = flags.config or os.environ.get(ENV_PREFIX + "CONFIG", "")
+    if path:
+        for name, value in _read_yaml(path, role, hints).items():
+            values[name], sources[name] = value, path
+    for name in hints:
+        variable = ENV_PREFIX + name.upper()
+        if variable in os.environ:
+            values[name], sources[name] = _split(os.environ[variable], hints[name]), variable
+    for name in hints:
+        if hasattr(flags, name):
+            values[name], sources[name] = _split(getattr(flags, name), hints[name]), "--" + name.replace("_", "-")
+    return values, sources, flags
+
+
+def _read_yaml(path: str, role: str, hints: dict[str, Any]) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(Path(path).read_text()) or {}
+    except OSError as error:
+        raise SettingsError(f"can't read the configuration file {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, dict):
+        raise SettingsError(f"{path} must hold a mapping of settings, not {type(loaded).__name__}")
+    shared = {k: v for k, v in loaded.items() if k not in ROLES}
+    own = loaded.get(role) or {}
+    for section, where in ((shared, "at the top"), (own, f"under `{role}`")):
+        for name in section:
+            # At the top a setting may belong to another service; only a role's own section is checked for unknown names.
+            if section is own and name not in hints:
+                close = difflib.get_close_matches(str(name), hints, 1)
+                hint = f"; did you mean `{close[0]}`?" if close else ""
+                raise SettingsError(f"{path}: unknown setting `{name}` {where}{hint}")
+    return {k: v for k, v in {**shared, **own}.items() if k in hints}
+
+
+def _convert(cls: type[Settings], values: dict[str, Any], sources: dict[str, str]) -> Any:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    checked = {}
+    for name, value in values.items():
+        try:
+            checked[name] = msgspec.convert(value, hints[name], strict=False)
+        except msgspec.ValidationError as error:
+            shown = "(hidden)" if any(word in name for word in SECRET) else repr(value)
+            raise SettingsError(f"{sources[name]}: {name} = {shown}: {error}") from error
+    try:
+        return cls(**checked)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(str(error)) from error
+
+
+def _parser(cls: type[Settings], hints: dict[str, Any], role: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"headrace {role}".strip(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Every setting can also be given in a YAML file (--config, at its top or under the role's name) or as a\n"
+        "variable HEADRACE_<NAME>; a flag beats a variable, a variable beats the file. --print-config shows what came of it.\n"
+        f"  example: HEADRACE_LOG_LEVEL=debug headrace {role or 'decode'} --nats-url nats://127.0.0.1:4222 --print-config",
+        allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--config", default="", metavar="FILE", help="YAML file with settings (variable: HEADRACE_CONFIG)")
+    parser.add_argument("--print-config", action="store_true", help="print all settings and their sources, then exit")
+    own = parser.add_argument_group(f"settings of {role}" if role else "settings")
+    shared = parser.add_argument_group("settings of every service")
+    fields = {f.name: f for f in msgspec.structs.fields(cls)}
+    for name, hint in hints.items():
+        group = shared if name in Settings.__struct_fields__ else own
+        default = fields[name].default if fields[name].default is not msgspec.NODEFAULT else None
+        if default is None and fields[name].default_factory is not msgspec.NODEFAULT:
+            default = fields[name].default_factory()
+        text = f"{_description(hint)} (default: {_shown(default)})".replace("%", "%%")
+        flag = "--" + name.replace("_", "-")
+        if _base(hint) is bool:
+            group.add_argument(flag, dest=name, default=argparse.SUPPRESS, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            group.add_argument(flag, dest=name, default=argparse.SUPPRESS, metavar=_metavar(hint), help=text)
+    return parser
+
+
+def _base(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _description(hint: Any) -> str:
+    metas = [a for a in get_args(hint) if isinstance(a, Meta)] if get_origin(hint) is Annotated else []
+    return next((meta.description for meta in metas if meta.description), "")
+
+
+def _metavar(hint: Any) -> str:
+    base = _base(hint)
+    if get_origin(base) is Literal:
+        return "{" + ",".join(map(str, get_args(base))) + "}"
+    if get_origin(base) in (list, tuple):
+        return "A,B"
+    return {int: "N", float: "X"}.get(base, "TEXT")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) or "none"
+    return "none" if value in ("", None) else str(value)
+
+
+def _split(value: Any, hint: Any) -> Any:
+    """Lists are comma separated in variables and flags."""
+    if get_origin(_base(hint)) in (list, tuple) and isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
