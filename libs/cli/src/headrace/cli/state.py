@@ -1,12 +1,13 @@
 """The state directory: what a running system leaves for the other commands to find, and what outlives it.
 
-    running.json    who runs: pid, URL, NATS address, model, processes (mode 600: the NATS address holds a password)
-    nats.url        the NATS address alone, for `nats --server "$(cat .headrace/nats.url)" sub 'headrace.trace.>'`
+    running.json    who runs: pid, URL, NATS address and password, model, processes (mode 600)
+    nats.url        NATS address and password in one, for `nats --server "$(cat .headrace/nats.url)" sub 'headrace.trace.>'`
     logs/           one file per process, from the last start on
     checkpoints/    random checkpoints made by `up`
     lock            held while a system runs from here
 
-Default: .headrace/ beside the launcher, or in the current directory without one; HEADRACE_STATE_DIR or --state-dir choose another.
+Default: .headrace/ beside the launcher, or in the current directory without one; HEADRACE_STATE_DIR or --state-dir
+choose another.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from headrace.bus import BusSettings
 from headrace.cli.errors import CommandError
 
 
@@ -27,10 +29,15 @@ class Running:
 
     pid: int
     url: str  # of the gateway, without a slash at the end
-    nats_url: str  # with credentials
+    nats_url: str
+    nats_user: str
+    nats_password: str
     model: str
     engine: str
     processes: dict[str, int] = field(default_factory=dict)  # name -> pid at the time of the ready line
+
+    def bus_settings(self) -> BusSettings:
+        return BusSettings(self.nats_url, self.nats_user, self.nats_password)
 
 
 class StateDir:
@@ -51,7 +58,9 @@ class StateDir:
                 folder.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / "lock").open("a+")
         except OSError as error:
-            raise CommandError(f"cannot write to the state directory {self.path}: {error.strerror}; use --state-dir") from None
+            raise CommandError(
+                f"cannot write to the state directory {self.path}: {error.strerror}; use --state-dir"
+            ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -59,8 +68,8 @@ class StateDir:
             running = self.read()
             who = f"pid {running.pid}, {running.url}" if running else "it is still starting"
             raise CommandError(
-                f"a system already runs from {self.path} ({who}); stop it with Ctrl-C in its terminal, or start a second one with "
-                f"--state-dir"
+                f"a system already runs from {self.path} ({who}); stop it with Ctrl-C in its terminal, or start a second "
+                f"one with --state-dir"
             ) from None
         self._forget()
         for log in self.logs.glob("*.log"):
@@ -74,7 +83,8 @@ class StateDir:
             self._lock = None
 
     def write(self, running: Running) -> None:
-        for path, text in ((self._running, json.dumps(asdict(running), indent=2)), (self._nats_url, running.nats_url)):
+        secret_url = running.nats_url.replace("://", f"://{running.nats_user}:{running.nats_password}@")
+        for path, text in ((self._running, json.dumps(asdict(running), indent=2)), (self._nats_url, secret_url)):
             temporary = path.with_suffix(".tmp")
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
                 file.write(text + "\n")
@@ -113,5 +123,5 @@ def running_or_fail(state: StateDir) -> Running:
     """The running system, or a CommandError that says how to start one."""
     running = state.read()
     if running is None:
-        raise CommandError(f"no running system is recorded in {state.path}; start one with `headrace up`, or name one with --url")
+        raise CommandError(f"no running system is recorded in {state.path}; start one with `headrace up`")
     return running

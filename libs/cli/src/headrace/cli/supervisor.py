@@ -1,10 +1,10 @@
 """Processes that must run until they are told to stop.
 
-Knows: starting a process with its output in a file, noticing its end, starting it again with growing pauses, stopping it within a
-budget. Does not know: what the processes are, in which order they belong, or when one is ready.
+Knows: starting a process with its output in a file, noticing its end, starting it again with growing pauses, stopping it
+within a budget. Does not know: what the processes are, in which order they belong, or when one is ready.
 
-Every child is in its own session (a Ctrl-C at the terminal reaches only the supervisor, which then stops children in order) and is
-told by the kernel to terminate when the supervisor dies, however it dies: nothing is left behind.
+Every child is in its own session (a Ctrl-C at the terminal reaches only the supervisor, which then stops children in
+order) and is told by the kernel to terminate when the supervisor dies, however it dies: nothing is left behind.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Death:
 
 
 class Supervisor:
-    """Keeps children alive. `on_death` is called for each unwanted end; when it returns False the child is not started again."""
+    """Keeps children alive. `on_death` is called for each unwanted end; on False the child is not started again."""
 
     def __init__(self, on_death: Callable[[Death], bool]):
         self.on_death = on_death
@@ -83,7 +83,7 @@ class Supervisor:
         child.keeper = asyncio.create_task(self._keep(child), name=f"keep-{child.name}")
 
     async def stop(self, children: list[Child], budget: float) -> list[Child]:
-        """SIGTERM to all of `children`, then SIGKILL to those that still run after `budget` seconds; returns the killed ones."""
+        """SIGTERM to all of `children`, SIGKILL to those that still run after `budget` seconds; returns the killed."""
         for child in children:
             child.stopping = True
             self._signal(child, signal.SIGTERM)

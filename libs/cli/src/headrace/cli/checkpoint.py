@@ -1,0 +1,61 @@
+"""Which checkpoint a system serves when none is named: a random one in the released layout, made once and kept."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from pathlib import Path
+
+from headrace.cli.console import Console
+from headrace.cli.errors import CommandError
+
+PRESETS = ("nano", "tiny", "w16")
+MAKE_TIMEOUT = 300.0  # seconds
+
+
+async def random_checkpoint(folder: Path, preset: str, console: Console, seed: int = 0) -> Path:
+    """Path of the random checkpoint `preset` under `folder`, made now if it is not there. Its words mean nothing."""
+    path = folder / f"random-{preset}-{seed}"
+    if (path / "config.json").exists():
+        return path
+    console.say(f"making a random checkpoint ({preset}), once, in {path}")
+    unfinished = path.with_suffix(".tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    argv = [
+        "-m",
+        "headrace.engine.make_checkpoint",
+        "--preset",
+        preset,
+        "--seed",
+        str(seed),
+        "--tokenizer",
+        "deepseek",
+        str(unfinished),
+    ]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    try:
+        async with asyncio.timeout(MAKE_TIMEOUT):
+            output, _ = await process.communicate()
+    except (TimeoutError, asyncio.CancelledError):
+        process.kill()
+        await process.wait()
+        raise
+    if process.returncode:
+        raise CommandError(f"could not make a random checkpoint:\n{output.decode(errors='replace').strip()[-2000:]}")
+    unfinished.rename(path)
+    return path
+
+
+def check_model(path: Path) -> Path:
+    """`path` if it looks like a checkpoint at all; a CommandError that says what is missing. (The engine checks the rest.)"""
+    if not path.is_dir():
+        raise CommandError(
+            f"there is no checkpoint at {path}; `headrace make-checkpoint --preset nano {path}` writes a random one"
+        )
+    missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).exists()]
+    if missing:
+        raise CommandError(f"{path} is not a checkpoint: it has no {' and no '.join(missing)}")
+    return path

@@ -1,0 +1,262 @@
+"""A whole system on one machine: which processes it has, in which order they start and stop, when it is ready.
+
+Knows: the children of a system and their flags. Does not know: how a process is kept alive (supervisor.py) or what `up`
+and `demo` do with a running system.
+
+Start: NATS, then all services at once. Ready: every service announces `ready` on the bus and the gateway answers /ready.
+Stop: gateway first, so that no new work comes in and running requests finish while the workers still live; then prefill
+and decode; then kvstore; then NATS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from headrace.bus import Bus, Peers
+from headrace.cli import checkpoint
+from headrace.cli.console import Console
+from headrace.cli.errors import CommandError
+from headrace.cli.nats_server import NatsServer
+from headrace.cli.ports import free_port, holder, is_free
+from headrace.cli.state import Running, StateDir
+from headrace.cli.supervisor import Child, Death, Supervisor
+
+DEFAULT_PORT = 8000
+START_TIMEOUT = 180.0  # seconds from the first process to `ready`
+STOP_MARGIN = 5.0  # seconds beyond a service's own drain budget before it is killed
+STOP_BUDGET = 10.0  # seconds for services that have nothing left to finish
+
+
+@dataclass
+class Options:
+    """What a person may choose about a system."""
+
+    model: Path | None = None  # None: a random checkpoint of `preset`
+    preset: str = "nano"
+    engine: str = "v41"
+    host: str = "127.0.0.1"
+    port: int | None = None  # None: 8000, or a free one where that is taken
+    prefill: int = 1
+    decode: int = 1
+    gateway_workers: int = 1
+    drain_seconds: float = 20.0
+    config: Path | None = None  # settings file for every service
+
+
+class System:
+    """Processes of one system. `await start()`, use it, `await stop()`; both may be interrupted by an exception of `failed`."""
+
+    def __init__(self, options: Options, state: StateDir, console: Console):
+        self.options, self.state, self.console = options, state, console
+        self.supervisor = Supervisor(self._on_death)
+        self.nats: NatsServer | None = None
+        self.bus: Bus | None = None
+        self.peers: Peers | None = None
+        self.services: dict[str, list[Child]] = {}  # role -> children
+        self.url = ""
+        self.model: Path | None = None
+        self.ready = False
+        self._failure = ""
+        self._failed = asyncio.Event()
+        # One folder per state directory: what an earlier system left there when it was killed is removed at the next start.
+        mark = hashlib.blake2b(str(state.path).encode(), digest_size=6).hexdigest()
+        self.shm_dir = Path("/dev/shm") / f"headrace-{mark}"
+
+    @property
+    def random_words(self) -> bool:
+        """Whether the model was not trained: its output means nothing."""
+        return self.options.model is None
+
+    async def start(self) -> None:
+        """Bring everything up. Raises CommandError, and leaves nothing running, when that fails."""
+        self.state.acquire()
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        self.ready = True
+        self.state.write(self.running())
+
+    async def _start(self) -> None:
+        port = self._choose_port()
+        self.url = f"http://{self.options.host}:{port}"
+        if self.options.model:
+            self.model = checkpoint.check_model(self.options.model)
+        else:
+            self.model = await checkpoint.random_checkpoint(self.state.checkpoints, self.options.preset, self.console)
+        shutil.rmtree(self.shm_dir, ignore_errors=True)
+        self.shm_dir.mkdir(mode=0o700)
+        self.nats = NatsServer(self.state.path, self.state.logs / "nats.log")
+        await self.supervisor.start(self.nats.child)
+        await self._unless_failed(self.nats.ready())
+        self.bus = await Bus.connect(self.nats.settings, name="headrace-up")
+        self.peers = Peers(self.bus)
+        await self.peers.start()
+        self.console.say(f"NATS listens on {self.nats.url}; starting {self._plan()}")
+        for role, children in self._children(port).items():
+            self.services[role] = children
+            for child in children:
+                await self.supervisor.start(child)
+        await self._unless_failed(self._wait_ready())
+
+    async def stop(self) -> None:
+        """Drain in order, within budgets. Safe to call in any state, more than once."""
+        self.ready = False
+        if self.peers:
+            await self.peers.stop()
+            self.peers = None
+        if self.bus:
+            await self.bus.close()
+            self.bus = None
+        drain = self.options.drain_seconds + STOP_MARGIN
+        for roles, budget in ((("gateway",), drain), (("prefill", "decode"), STOP_BUDGET), (("kvstore",), STOP_BUDGET)):
+            children = [child for role in roles for child in self.services.pop(role, [])]
+            if any(child.pid for child in children):
+                self.console.status(f"stopping {', '.join(child.name for child in children)}")
+            for child in await self.supervisor.stop(children, budget):
+                self.console.alert(
+                    f"{child.name} did not stop within {budget:.0f} s and was killed; its log: {child.log}"
+                )
+        if self.nats:
+            await self.supervisor.stop([self.nats.child], STOP_BUDGET)
+            self.nats = None
+        self.console.clear()
+        shutil.rmtree(self.shm_dir, ignore_errors=True)
+        self.state.release()
+
+    def kill(self) -> None:
+        """No more patience: end every process at once."""
+        self.supervisor.kill_all()
+
+    def running(self) -> Running:
+        """What other commands need to find this system."""
+        return Running(
+            pid=os.getpid(),
+            url=self.url,
+            nats_url=self.nats.url,
+            nats_user=self.nats.settings.nats_user,
+            nats_password=self.nats.settings.nats_password,
+            model=str(self.model),
+            engine=self.options.engine,
+            processes={child.name: child.pid for child in self.supervisor.children if child.pid},
+        )
+
+    # ------------------------------------------------------------ what runs
+
+    def _plan(self) -> str:
+        o = self.options
+        return f"kvstore, {o.prefill} x prefill, {o.decode} x decode, gateway (engine {o.engine})"
+
+    def _children(self, port: int) -> dict[str, list[Child]]:
+        o = self.options
+        worker = ["--model", str(self.model), "--engine", o.engine]
+        gateway = [
+            "--model",
+            str(self.model),
+            "--host",
+            o.host,
+            "--port",
+            str(port),
+            "--workers",
+            str(o.gateway_workers),
+        ]
+        plan = {
+            "kvstore": [("kvstore", [])],
+            "decode": [(f"decode-{i + 1}", worker) for i in range(o.decode)],
+            "prefill": [(f"prefill-{i + 1}", worker) for i in range(o.prefill)],
+            "gateway": [("gateway", gateway)],
+        }
+        return {role: [self._child(role, name, flags) for name, flags in children] for role, children in plan.items()}
+
+    def _child(self, role: str, name: str, flags: list[str]) -> Child:
+        env = {
+            "HEADRACE_NATS_URL": self.nats.settings.nats_url,
+            "HEADRACE_NATS_USER": self.nats.settings.nats_user,
+            "HEADRACE_NATS_PASSWORD": self.nats.settings.nats_password,
+            "HEADRACE_SHM_DIR": str(self.shm_dir),
+            "HEADRACE_DRAIN_SECONDS": str(self.options.drain_seconds if role == "gateway" else STOP_BUDGET - 2),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if self.options.config:
+            env["HEADRACE_CONFIG"] = str(self.options.config.absolute())
+        if role in ("prefill", "decode"):
+            threads = max(1, (os.cpu_count() or 1) // (self.options.prefill + self.options.decode))
+            env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
+        argv = [sys.executable, "-m", f"headrace.{role}", "--name", name, "--metrics-port", "0", *flags]
+        return Child(name, argv, self.state.logs / f"{name}.log", env)
+
+    def _choose_port(self) -> int:
+        host, wanted = self.options.host, self.options.port
+        if wanted is None:
+            return DEFAULT_PORT if is_free(DEFAULT_PORT, host) else free_port(host)
+        if wanted and not is_free(wanted, host):
+            who = holder(wanted) or "another user's process"
+            raise CommandError(
+                f"port {wanted} is in use by {who}; stop it, or choose another port with --port (0: any free one)"
+            )
+        return wanted or free_port(host)
+
+    # ------------------------------------------------------------ what happens to it
+
+    def _on_death(self, death: Death) -> bool:
+        """A child ended by itself: during the start that is the end of it all, later it is started again."""
+        lines = "\n".join(f"    {line}" for line in death.child.last_lines())
+        if not self.ready:
+            self._failure = self._failure or f"{death} while starting. The end of {death.child.log}:\n{lines}"
+            self._failed.set()
+            return False
+        self.console.alert(f"{death}; starting it again in {death.pause:.1f} s. The end of {death.child.log}:\n{lines}")
+        return True
+
+    async def _unless_failed(self, work) -> None:
+        """Await `work`, but raise CommandError at once when a child has failed."""
+        task, failed = asyncio.ensure_future(work), asyncio.create_task(self._failed.wait())
+        try:
+            await asyncio.wait({task, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.is_set():
+                raise CommandError(self._failure)
+            await task
+        finally:
+            task.cancel()
+            failed.cancel()
+
+    def states(self) -> dict[str, str]:
+        """What each service says of itself, by name; `absent` before it is on the bus."""
+        said = {presence.name: presence.state for presence in self.peers.all()}
+        return {child.name: said.get(child.name, "absent") for children in self.services.values() for child in children}
+
+    async def _wait_ready(self) -> None:
+        told: set[str] = set()
+        deadline = time.monotonic() + START_TIMEOUT
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
+            while True:
+                states = self.states()
+                for name, state in states.items():
+                    if state == "ready" and name not in told:
+                        told.add(name)
+                        self.console.say(f"{name} is ready")
+                waiting = [f"{name} ({state})" for name, state in states.items() if state != "ready"]
+                names = ", ".join(waiting) or "/ready of the gateway"
+                if not waiting and await self._answers(session):
+                    return
+                if time.monotonic() > deadline:
+                    raise CommandError(f"not ready after {START_TIMEOUT:.0f} s: {names}; logs: {self.state.logs}")
+                self.console.status(f"waiting for {names}")
+                await asyncio.sleep(0.05)
+
+    async def _answers(self, session: aiohttp.ClientSession) -> bool:
+        try:
+            async with session.get(f"{self.url}/ready") as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False

@@ -1,0 +1,186 @@
+"""`headrace up`: a whole system in the foreground until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import uvloop
+
+from headrace.cli import state
+from headrace.cli.checkpoint import PRESETS
+from headrace.cli.console import BOLD, Console, paint
+from headrace.cli.errors import CommandError
+from headrace.cli.system import DEFAULT_PORT, Options, System
+
+EPILOG = """\
+A service that dies is named, with the end of its log, and started again. Logs: .headrace/logs/. Settings of the services:
+a YAML file (--config) or HEADRACE_* variables; `headrace decode --help` lists them.
+"""
+INTERRUPTED = 130  # exit status of a command that was interrupted while starting
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="checkpoint folder (default: a random one, made once; its words mean nothing)",
+    )
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="nano", help="size of the random checkpoint (default: nano)"
+    )
+    parser.add_argument(
+        "--port",
+        type=port,
+        metavar="N",
+        help=f"port of the API; 0: any free one (default: {DEFAULT_PORT}, or a free one)",
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address of the API (default: 127.0.0.1, this machine only)",
+    )
+    parser.add_argument(
+        "--gateway-workers",
+        type=count,
+        default=1,
+        metavar="N",
+        help="gateway processes that share the port (default: 1)",
+    )
+    parser.add_argument("--verbose", action="store_true", help="show the logs of all services here too")
+    add_size(parser)
+    state.add_argument(parser)
+
+
+def add_size(parser: argparse.ArgumentParser) -> None:
+    """Flags that `up` and `demo` share."""
+    parser.add_argument(
+        "--engine",
+        choices=("v41", "sim"),
+        default="v41",
+        help="v41 computes; sim only keeps the time and makes words up (default: v41)",
+    )
+    parser.add_argument("--prefill", type=count, default=1, metavar="N", help="prefill workers (default: 1)")
+    parser.add_argument("--decode", type=count, default=1, metavar="N", help="decode workers (default: 1)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings of the services, as YAML")
+    parser.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="how long Ctrl-C waits for running requests (default: 20)",
+    )
+
+
+def port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise ValueError
+    return value
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 64:
+        raise ValueError
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    options = Options(
+        model=args.model,
+        preset=args.preset,
+        engine=args.engine,
+        host=args.host,
+        port=args.port,
+        prefill=args.prefill,
+        decode=args.decode,
+        gateway_workers=args.gateway_workers,
+        drain_seconds=args.drain_seconds,
+        config=args.config,
+    )
+    return uvloop.run(_up(options, args.state_dir, args.verbose))
+
+
+async def _up(options: Options, where: state.StateDir, verbose: bool) -> int:
+    console = Console()
+    if options.config and not options.config.is_file():
+        raise CommandError(f"there is no settings file {options.config}")
+    system = System(options, where, console)
+    stop = asyncio.Event()
+    interrupts = 0
+
+    def interrupt() -> None:
+        nonlocal interrupts
+        interrupts += 1
+        stop.set()
+        if interrupts > 1:
+            system.kill()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, interrupt)
+    follower = asyncio.create_task(_follow(where)) if verbose else None
+    try:
+        if not await _start_unless(system, stop):
+            console.say("stopped before it was ready")
+            return INTERRUPTED
+        print(ready_line(system), flush=True)
+        await stop.wait()
+        console.say("draining: running requests finish, new ones are refused; Ctrl-C again ends everything at once")
+    finally:
+        await system.stop()
+        if follower:
+            follower.cancel()
+    console.say("stopped")
+    return 0
+
+
+async def _start_unless(system: System, stop: asyncio.Event) -> bool:
+    """Start; False when `stop` was set meanwhile."""
+    starting, stopping = asyncio.create_task(system.start()), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return False
+        await starting
+        return True
+    finally:
+        stopping.cancel()
+
+
+def ready_line(system: System) -> str:
+    """The one line that says it works, and a request to try."""
+    words = (
+        "its words are random: the checkpoint was never trained"
+        if system.random_words
+        else "checkpoint " + str(system.model)
+    )
+    if system.options.engine == "sim":
+        words = "SIMULATED: the time is modelled, the words are made up"
+    body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32, "stream": True}
+    curl = f"curl -N {system.url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    return f"{paint(f'Headrace is ready: {system.url}', BOLD, sys.stdout)}  ({words})  Try:  {curl}"
+
+
+async def _follow(where: state.StateDir) -> None:
+    """Copy what the services log to stderr, each line after its process's name."""
+    positions: dict[Path, int] = {}
+    while True:
+        for log in sorted(where.logs.glob("*.log")):
+            with log.open("rb") as file:
+                file.seek(positions.get(log, 0))
+                data = file.read(1 << 20)
+            end = data.rfind(b"\n") + 1
+            positions[log] = positions.get(log, 0) + end
+            for line in data[:end].decode(errors="replace").splitlines():
+                print(f"{log.stem:<10} {line}", file=sys.stderr)
+        await asyncio.sleep(0.2)
