@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -33,16 +34,25 @@ def holder(port: int) -> str:
     if not inodes:
         return ""
     for process in Path("/proc").iterdir():
-        if not process.name.isdigit():
-            continue
-        try:
-            links = {os.readlink(fd) for fd in (process / "fd").iterdir()}
-            if links & inodes:
+        if process.name.isdigit() and any(_link(fd) in inodes for fd in _open_files(process)):
+            with contextlib.suppress(OSError):  # ended meanwhile
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                 return f"pid {process.name} ({command[:100]})"
-        except OSError:  # ended meanwhile, or not ours to look into
-            continue
     return ""
+
+
+def _open_files(process: Path) -> list[Path]:
+    try:
+        return list((process / "fd").iterdir())
+    except OSError:  # ended meanwhile, or not ours to look into
+        return []
+
+
+def _link(fd: Path) -> str:
+    try:
+        return os.readlink(fd)
+    except OSError:  # closed meanwhile
+        return ""
 
 
 def _listening_inodes(port: int) -> set[str]:

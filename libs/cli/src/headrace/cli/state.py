@@ -64,7 +64,7 @@ class StateDir:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock = None
+            self.close()
             running = self.read()
             who = f"pid {running.pid}, {running.url}" if running else "it is still starting"
             raise CommandError(
@@ -77,7 +77,12 @@ class StateDir:
 
     def release(self) -> None:
         """The system is gone."""
-        self._forget()
+        if self._lock:
+            self._forget()
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the lock without touching anything."""
         if self._lock:
             self._lock.close()
             self._lock = None

@@ -1,0 +1,161 @@
+"""Words on the command line: what is found, what is suggested, what is refused and how."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from headrace.cli import ports, state
+from headrace.cli.errors import CommandError
+from headrace.cli.main import COMMANDS, GROUPS, main
+from headrace.cli.nats_server import NatsServer
+from headrace.cli.state import Running, StateDir
+from headrace.cli.supervisor import Supervisor
+
+RUNNING = Running(os.getpid(), "http://127.0.0.1:8000", "nats://127.0.0.1:4222", "headrace", "secret", "/model", "sim")
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(COMMANDS)
+    assert all(f"  {name} " in page for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", [name for name, (module, _) in COMMANDS.items() if module not in ("passthrough", "testing")])
+def test_every_command_has_a_help_page_and_it_ends_with_0(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: headrace {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("demos", "demo"), ("uo", "up"), ("docter", "doctor"), ("make_checkpoint", "make-checkpoint")]
+)
+def test_unknown_command_suggests_the_nearest(typed, meant, capsys):
+    assert main([typed]) == 2
+    assert f"did you mean `headrace {meant}`?" in capsys.readouterr().err
+
+
+def test_unknown_command_far_from_all_points_to_help(capsys):
+    assert main(["xyzzy"]) == 2
+    assert "`headrace --help` lists what there is" in capsys.readouterr().err
+
+
+def test_bench_without_a_room_lists_the_rooms(capsys):
+    assert main(["bench"]) == 1
+    assert "gateway, engine, recipe, kernels, transfer" in capsys.readouterr().err
+
+
+def test_clients_say_how_to_start_a_system(tmp_path, capsys):
+    assert main(["chat", "hello", "--state-dir", str(tmp_path)]) == 1
+    assert f"no running system is recorded in {tmp_path}; start one with `headrace up`" in capsys.readouterr().err
+
+
+def test_help_page_comes_without_loading_the_bus():
+    code = "import sys; from headrace.cli.main import main; main(['--help']); sys.exit('headrace.bus' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=30).returncode == 0
+
+
+# ---------------------------------------------------------------- ports
+
+
+def test_holder_of_a_port_is_named():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        assert not ports.is_free(port)
+        assert ports.holder(port).startswith(f"pid {os.getpid()} (")
+    assert ports.is_free(port)
+    assert ports.holder(port) == ""
+
+
+# ---------------------------------------------------------------- state directory
+
+
+def test_state_is_readable_by_its_user_only_and_forgotten_at_the_end(tmp_path):
+    directory = StateDir(tmp_path / "state")
+    directory.acquire()
+    directory.write(RUNNING)
+    assert StateDir(tmp_path / "state").read() == RUNNING
+    secret = tmp_path / "state" / "nats.url"
+    assert secret.read_text() == "nats://headrace:secret@127.0.0.1:4222\n"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "state" / "running.json").stat().st_mode & 0o777 == 0o600
+    directory.release()
+    assert directory.read() is None
+    assert not secret.exists()
+
+
+def test_second_system_in_one_state_directory_is_refused_by_name(tmp_path):
+    first = StateDir(tmp_path)
+    first.acquire()
+    first.write(RUNNING)
+    with pytest.raises(CommandError, match=rf"already runs .*pid {os.getpid()}, http://127.0.0.1:8000.*--state-dir"):
+        StateDir(tmp_path).acquire()
+    first.release()
+    second = StateDir(tmp_path)
+    second.acquire()
+    second.release()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
+def test_damaged_record_counts_as_none(tmp_path, text):
+    (tmp_path / "running.json").write_text(text)
+    assert StateDir(tmp_path).read() is None
+
+
+def test_record_of_a_dead_process_counts_as_none(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    directory = StateDir(tmp_path)
+    directory.write(Running(gone.pid, "http://x", "nats://x", "u", "p", "m", "sim"))
+    assert directory.read() is None
+
+
+def test_unwritable_state_directory_is_one_sentence(tmp_path):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    with pytest.raises(CommandError, match="cannot write to the state directory .*; use --state-dir"):
+        StateDir(blocker / "state").acquire()
+
+
+def test_launcher_and_variable_choose_the_state_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
+    monkeypatch.delenv("HEADRACE_STATE_DIR", raising=False)
+    assert state.default_path() == tmp_path / ".headrace"
+    monkeypatch.setenv("HEADRACE_STATE_DIR", "/elsewhere")
+    assert str(state.default_path()) == "/elsewhere"
+
+
+# ---------------------------------------------------------------- NATS
+
+
+async def test_nats_wants_its_password_and_keeps_its_port_over_a_restart(tmp_path):
+    from headrace.bus import Bus, BusError, BusSettings
+
+    keeper = Supervisor(lambda death: True)
+    server = NatsServer(tmp_path, tmp_path / "nats.log")
+    await keeper.start(server.child)
+    try:
+        await server.ready()
+        assert server.settings.nats_url.startswith("nats://127.0.0.1:")
+        assert server.config.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(BusError):
+            await Bus.connect(BusSettings(server.url, "headrace", "wrong", nats_connect_seconds=2))
+        bus = await Bus.connect(server.settings)
+        back = asyncio.Event()
+        bus.on_reconnect.append(back.set)
+        server.child.process.kill()
+        await asyncio.wait_for(back.wait(), 15)
+        await bus.flush()
+        await bus.close()
+    finally:
+        await keeper.stop([server.child], 5)
