@@ -22,7 +22,8 @@ E4M3_MIN_SUBNORMAL = 2.0**-9
 _NIBBLES = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), dtype=torch.float32)
 # byte -> (even column, odd column): one row look-up decodes two values.
 _E2M1_PAIRS = torch.stack([_NIBBLES.repeat(16), _NIBBLES.repeat_interleave(16)], dim=-1)  # [256, 2]
-_UE8M0_VALUES = torch.cat([torch.exp2(torch.arange(255, dtype=torch.float64) - 127), torch.tensor([float("nan")])]).float()
+_UE8M0_VALUES = torch.exp2(torch.arange(256, dtype=torch.float64) - 127).float()
+_UE8M0_VALUES[255] = float("nan")
 _E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 

@@ -1,0 +1,93 @@
+"""The one place that imports Triton. Without it every reference still works and a kernel launch says what to install.
+
+Kernels are plain Triton: no inline assembly and no back-end intrinsics, so any Triton back end can compile them. Set
+TRITON_INTERPRET=1 before the first import of this package to run the kernels on a CPU (slow; for correctness only).
+"""
+
+import functools
+import os
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    HAVE_TRITON = True
+except ImportError:  # a CPU-only or kernel-less installation
+    HAVE_TRITON = False
+
+    class _MissingKernel:
+        def __init__(self, name: str):
+            self.name = name
+
+        def __getitem__(self, grid):
+            raise RuntimeError(
+                f"kernel {self.name} needs Triton, which is not installed: pip install 'headrace-kernels[triton]', "
+                "or call the torch reference in the same module"
+            )
+
+    class _Missing:
+        constexpr = object
+
+        def __getattr__(self, name: str):
+            return _Missing()
+
+        def __call__(self, *args, **kwargs):
+            return _Missing()
+
+    class _MissingTriton(_Missing):
+        @staticmethod
+        def jit(function=None, **_):
+            return _MissingKernel(function.__name__) if function else _MissingTriton.jit
+
+    TensorDescriptor = _Missing()  # type: ignore[assignment,misc]
+    triton, tl = _MissingTriton(), _Missing()  # type: ignore[assignment]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@functools.lru_cache(maxsize=16)
+def processor_count(device: torch.device | None = None) -> int:
+    """Multiprocessors of the device; a small number under the interpreter, so that splits are exercised there too."""
+    if INTERPRETED or not torch.cuda.is_available():
+        return 4
+    return torch.cuda.get_device_properties(device or torch.cuda.current_device()).multi_processor_count
+
+
+_workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}  # registry: one scratch space per device
+
+
+def workspace(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scratch fp32 memory and int32 counters of a device, for products that split K.
+
+    Counters are zero between launches (each kernel puts back what it counted), so no launch has to clear them. One
+    stream per device at a time may use it: programs of two concurrent launches would count each other.
+    """
+    partial, counter = _workspaces.get(device, (None, None))
+    if partial is None or partial.numel() < floats or counter.numel() < counters:
+        partial = torch.empty(max(floats, 1 << 22), dtype=torch.float32, device=device)
+        counter = torch.zeros(max(counters, 1 << 14), dtype=torch.int32, device=device)
+        _workspaces[device] = (partial, counter)
+    return partial, counter
+
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a b with an fp32 accumulator. The interpreter keeps bf16 as raw integers, so it multiplies fp32 instead."""
+    if _INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)

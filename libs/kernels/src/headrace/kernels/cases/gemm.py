@@ -1,0 +1,132 @@
+"""Matrix products: dense, grouped contiguous, grouped masked."""
+
+from collections.abc import Iterator
+
+import torch
+
+from headrace.kernels import gemm_fp8, peers, quantize
+from headrace.kernels.cases import Case, Problem, generator, randn, random_fp8
+
+# n, k of the benchmark tables: V4.1 projections, then the V3 family's
+DENSE = [
+    (1280, 5120), (32768, 1280), (512, 5120), (5120, 8192), (4608, 5120), (5120, 2304),
+    (7168, 16384), (4096, 7168), (7168, 2048), (24576, 1536), (2112, 7168),
+]  # fmt: skip
+# groups, rows in all, n, k
+CONTIGUOUS = [(48, 8064, 4608, 5120), (48, 9344, 5120, 2304), (8, 30848, 4608, 5120), (8, 34944, 5120, 2304)]
+# groups, rows each on average, n, k
+MASKED = [(48, 20, 4608, 5120), (48, 20, 5120, 2304), (48, 98, 4608, 5120), (32, 20, 4096, 7168), (32, 202, 4096, 7168)]
+
+
+def cases() -> Iterator[Case]:
+    for m, n, k in [(1, 192, 640), (16, 64, 256), (17, 144, 384), (40, 208, 256), (0, 64, 256)]:
+        yield dense_fp8(m, n, k, "small")
+    yield dense_fp8(5, 64, 256, "small", batch_invariant=True)
+    for m, n, k in [(1, 528, 1152), (33, 2112, 7168), (129, 4096, 512), (700, 1280, 5120), (257, 576, 16384)]:
+        yield dense_fp8(m, n, k, "full")
+    yield contiguous_fp8(3, 256, 64, 256, "small")
+    yield contiguous_fp8(7, 2048, 1152, 640, "full")
+    for rows in (6, 20):
+        yield masked_fp8(3, rows, 64, 256, "small")
+    for rows in (3, 30, 90, 200):
+        yield masked_fp8(9, rows, 1152, 640, "full")
+    for n, k in DENSE:
+        for m in (1, 64, 4096):
+            yield dense_fp8(m, n, k, "full", timed=True)
+    for groups, m, n, k in CONTIGUOUS:
+        yield contiguous_fp8(groups, m, n, k, "full", timed=True)
+    for groups, rows, n, k in MASKED:
+        yield masked_fp8(groups, rows, n, k, "full", timed=True)
+
+
+def dense_fp8(m: int, n: int, k: int, size: str, timed: bool = False, batch_invariant: bool = False) -> Case:
+    def build(device: torch.device, seed: int) -> Problem:
+        a, a_scale, b, b_scale = _operands((m,), (), n, k, device, seed)
+        scale_columns = a_scale.T.contiguous().T  # column-major, as both sides of the race want it
+        return Problem(
+            run=lambda: gemm_fp8.gemm_fp8(a, scale_columns, b, b_scale, batch_invariant),
+            reference=lambda: gemm_fp8.gemm_fp8_reference(a, a_scale, b, b_scale),
+            peers=peers.deep_gemm_dense(a, a_scale, b, b_scale) if timed else {},
+        )
+
+    target = 1.0 if m <= 64 else 0.85
+    return Case(
+        "gemm_fp8", f"{m}x{n}x{k}" + " batch_invariant" * batch_invariant, build, 6e-3, size, timed,
+        flops=2.0 * m * n * k, bytes=m * k + n * k + 2 * m * n, ceiling="copy" if m <= 64 else "fp8", target=target,
+    )  # fmt: skip
+
+
+def contiguous_fp8(groups: int, m: int, n: int, k: int, size: str, timed: bool = False) -> Case:
+    def build(device: torch.device, seed: int) -> Problem:
+        a, a_scale, b, b_scale = _operands((m,), (groups,), n, k, device, seed)
+        group_of_row, rows = _segments(groups, m, seed)
+        group_of_row = group_of_row.to(device)
+        written = group_of_row >= 0
+        a_scale[~written] = float("nan")
+        scale_columns = a_scale.T.contiguous().T
+        return Problem(
+            run=lambda: gemm_fp8.grouped_gemm_fp8(a, scale_columns, b, b_scale, group_of_row=group_of_row),
+            reference=lambda: gemm_fp8.grouped_gemm_fp8_reference(a, a_scale, b, b_scale, group_of_row=group_of_row),
+            select=lambda out: out[written],
+            peers=peers.deep_gemm_contiguous(a, a_scale, b, b_scale, group_of_row) if timed else {},
+        )
+
+    return Case(
+        "grouped_gemm_fp8 contiguous", f"{groups} groups, m {m}, {n}x{k}", build, 6e-3, size, timed,
+        flops=2.0 * m * n * k, bytes=m * k + groups * n * k + 2 * m * n, ceiling="fp8", target=0.85,
+    )  # fmt: skip
+
+
+def masked_fp8(groups: int, rows: int, n: int, k: int, size: str, timed: bool = False) -> Case:
+    max_rows = rows * 2 if not timed else 64 if rows <= 32 else 256 if rows <= 128 else 512
+
+    def build(device: torch.device, seed: int) -> Problem:
+        a, a_scale, b, b_scale = _operands((groups, max_rows), (groups,), n, k, device, seed)
+        g = generator(torch.device("cpu"), seed)
+        spread = torch.rand(groups, generator=g) * 0.6 + 0.7
+        counts = (rows * spread).round().int().clamp(1, max_rows)
+        if not timed:
+            counts[1], counts[2] = 0, max_rows
+        counts = counts.to(device)
+        written = torch.arange(max_rows, device=device)[None, :] < counts[:, None]
+        a_scale[~written] = float("nan")
+        return Problem(
+            run=lambda: gemm_fp8.grouped_gemm_fp8(a, a_scale, b, b_scale, counts=counts, expected_rows=rows),
+            reference=lambda: gemm_fp8.grouped_gemm_fp8_reference(a, a_scale, b, b_scale, counts=counts),
+            select=lambda out: out[written],
+            peers=peers.deep_gemm_masked(a, a_scale, b, b_scale, counts, rows) if timed else {},
+        )
+
+    return Case(
+        "grouped_gemm_fp8 masked", f"{groups} groups, ~{rows} rows, {n}x{k}", build, 6e-3, size, timed,
+        flops=2.0 * groups * rows * n * k, bytes=groups * (n * k + rows * (k + 2 * n)), ceiling="copy", target=1.0,
+    )  # fmt: skip
+
+
+def _operands(rows, groups, n, k, device, seed):
+    if all(rows) and max(rows) * k > 1 << 26:
+        a, a_scale = random_fp8((*rows, k), device, seed), 0.5 + randn((*rows, k // 128), device, seed + 1).abs()
+    else:
+        a, a_scale = quantize.quantize_fp8(randn((*rows, k), device, seed))
+    b = random_fp8((*groups, n, k), device, seed + 2)
+    b_scale = 0.5 + randn((*groups, -(-n // 128), k // 128), device, seed + 3).abs()
+    return a, a_scale, b, b_scale
+
+
+def _segments(groups: int, m: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split m rows (a multiple of 128) into 128-aligned segments; some rows at a segment's end are padding (-1)."""
+    g = generator(torch.device("cpu"), seed)
+    blocks = torch.ones(groups, dtype=torch.int64)
+    spare = m // 128 - groups
+    if spare < 0:
+        blocks[m // 128 :] = 0
+    elif spare:
+        blocks += torch.bincount(torch.randint(0, groups, (spare,), generator=g), minlength=groups)
+    group_of_row = torch.repeat_interleave(torch.arange(groups), blocks * 128).int()
+    end = 0
+    for i, count in enumerate((blocks * 128).tolist()):
+        end += count
+        padding = min(int(torch.randint(0, 30, (1,), generator=g)), count - 1)
+        if count and i % 3 == 0 and padding > 0:
+            group_of_row[end - padding : end] = -1
+    return group_of_row, blocks * 128

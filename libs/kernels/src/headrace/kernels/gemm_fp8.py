@@ -1,0 +1,238 @@
+"""FP8 matrix products with block scales, dense and grouped: D[m, n] = sum_k A[m, k] B[n, k]   (V3 family).
+
+A is e4m3 with an fp32 scale per row and 128 columns; B is e4m3 with a scale per 128x128 block. Each 128-wide slice of K
+is summed by the matrix unit, then scaled into an fp32 accumulator: the matrix unit alone keeps too few bits over long
+sums. Two launch forms of the same arithmetic:
+  wide    tiles of rows x columns, for many rows
+  narrow  B is the left operand, so a few rows fill a 16-wide tile instead of wasting a 64-row one; K may be split over
+          programs, whose parts the last one to arrive adds in split order, so that repeated runs are bit-equal
+Grouped products (mixture of experts) take B [G, n, k] and rows in one of two layouts:
+  contiguous  rows of all groups in one list, each group's segment beginning at a multiple of 128; `group_of_row` names
+              each row's group, -1 for padding, whose output is not written
+  masked      A [G, m, k] with `counts` [G] rows used in each group; other rows are neither needed nor written
+"""
+
+import torch
+
+from headrace.kernels import quantize, tuning
+from headrace.kernels._triton import TensorDescriptor, cdiv, dot, processor_count, tl, triton, workspace
+
+BLOCK = 128
+
+
+def gemm_fp8_reference(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The specification, in `dtype`. a [m, k], a_scale [m, k / 128], b [n, k], b_scale [n / 128, k / 128] -> [m, n]."""
+    left = quantize.dequantize_fp8(a, a_scale, BLOCK, dtype)
+    return left @ quantize.dequantize_block_fp8(b, b_scale, BLOCK, dtype).T
+
+
+def grouped_gemm_fp8_reference(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    group_of_row: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The specification of both row layouts; rows that the kernel does not write are 0 here."""
+    out = torch.zeros(*a.shape[:-1], b.shape[1], dtype=dtype, device=a.device)
+    for g in range(b.shape[0]):
+        rows = (g, slice(0, int(counts[g]))) if counts is not None else (group_of_row == g,)
+        out[rows] = gemm_fp8_reference(a[rows], a_scale[rows], b[g], b_scale[g], dtype)
+    return out
+
+
+def gemm_fp8(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    batch_invariant: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """a e4m3 [m, k], a_scale fp32 [m, k/128] of any strides, b e4m3 [n, k], b_scale fp32 [n/128, k/128] -> bf16 [m, n].
+
+    k and n are multiples of 128 and 16. With `batch_invariant` one launch form and no split serve every m.
+    """
+    return _launch(a, a_scale, b.unsqueeze(0), b_scale.unsqueeze(0), None, None, batch_invariant, out)
+
+
+def grouped_gemm_fp8(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    group_of_row: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    expected_rows: int | None = None,
+    batch_invariant: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """b e4m3 [G, n, k], b_scale fp32 [G, n/128, k/128]; give `group_of_row` int32 [m] or `counts` int32 [G].
+
+    contiguous: a [m, k], a_scale [m, k/128] -> [m, n]; masked: a [G, m, k], a_scale [G, m, k/128] -> [G, m, n].
+    `expected_rows` per group (host integer, masked layout) only chooses the tile.
+    """
+    if (group_of_row is None) == (counts is None):
+        raise ValueError("a grouped product takes exactly one of group_of_row (contiguous rows) and counts (masked rows)")
+    return _launch(a, a_scale, b, b_scale, group_of_row, counts, batch_invariant, out, expected_rows)
+
+
+def _launch(a, a_scale, b, b_scale, group_of_row, counts, batch_invariant, out, expected_rows=None):
+    groups, n, k = b.shape
+    m = a.shape[-2]
+    if a.shape[-1] != k or k % BLOCK or n % 16:
+        raise ValueError(f"a has {a.shape[-1]} columns and b [{n}, {k}]: k must agree and divide by 128, n by 16")
+    masked = counts is not None
+    rows = groups * m if masked else m
+    out = torch.empty(*a.shape[:-1], n, dtype=torch.bfloat16, device=a.device) if out is None else out
+    if not rows:
+        return out
+    kind = "masked" if masked else "contiguous" if group_of_row is not None else "dense"
+    busy_rows = min(m, expected_rows or m)
+    config = tuning.gemm_fp8(kind, busy_rows, n, k, batch_invariant)
+    a = a.view(rows, k)
+    a_scale = a_scale.reshape(rows, -1) if masked else a_scale
+    index = counts if masked else group_of_row if group_of_row is not None else a_scale
+    bm, bn = config["BLOCK_M"], config["BLOCK_N"]
+    row_tiles, column_tiles = cdiv(m, bm), cdiv(n, bn)
+    mode = {"dense": 0, "contiguous": 1, "masked": 2}[kind]
+    shared = {"K": k, "MODE": mode, "BLOCK_M": bm, "BLOCK_N": bn, "STAGES": config["STAGES"], "num_warps": config["num_warps"]}
+    grid_m = row_tiles * (groups if masked else 1)
+    left = TensorDescriptor.from_tensor(a, [bm, BLOCK])
+    if config["NARROW"]:
+        splits = _splits(grid_m * column_tiles, k // BLOCK, config["WAVES"]) if not batch_invariant and mode == 0 else 1
+        partial, counter = workspace(a.device, splits * rows * n if splits > 1 else 1, grid_m * column_tiles)
+        right = TensorDescriptor.from_tensor(b.view(groups * n, k), [bn, BLOCK])
+        _narrow_kernel[(column_tiles, grid_m, splits)](
+            left, right, a_scale, b_scale, index, out, partial, counter, m, rows, n,
+            a_scale.stride(0), a_scale.stride(1), SPLIT=splits > 1, **shared,
+        )  # fmt: skip
+        return out
+    halves = config["HALVES"]
+    right = TensorDescriptor.from_tensor(b.view(groups * n, k), [bn // halves, BLOCK])
+    _wide_kernel[(grid_m * column_tiles,)](
+        left, right, a_scale, b_scale, index, out, m, n, row_tiles, a_scale.stride(0), a_scale.stride(1),
+        HALVES=halves, GROUP_M=config["GROUP_M"], **shared,
+    )  # fmt: skip
+    return out
+
+
+def _splits(programs: int, steps: int, waves: int) -> int:
+    """Parts of K that give about `waves` programs per processor, each at least two steps long and all non-empty."""
+    splits = max(1, min(waves * processor_count() // programs, steps // 2))
+    return cdiv(steps, cdiv(steps, splits))
+
+
+@triton.jit
+def _tile_rows(index_ptr, tile, m, row_tiles, MODE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(group, first row of the tile, rows [BLOCK_M], mask of rows to write) of a row tile; group -1: nothing to do."""
+    if MODE == 2:
+        group = tile // row_tiles
+        local = (tile % row_tiles) * BLOCK_M
+        count = tl.load(index_ptr + group)
+        first = group * m + local
+        row = first + tl.arange(0, BLOCK_M)
+        live = local + tl.arange(0, BLOCK_M) < count
+        group = tl.where(local < count, group, -1)
+    elif MODE == 1:
+        first = tile * BLOCK_M
+        row = first + tl.arange(0, BLOCK_M)
+        group = tl.load(index_ptr + first)
+        live = tl.load(index_ptr + row, mask=row < m, other=-2) == group
+    else:
+        first = tile * BLOCK_M
+        row = first + tl.arange(0, BLOCK_M)
+        live = row < m
+        group = 0
+    return group, first, row, live
+
+
+@triton.jit
+def _wide_kernel(
+    a_desc, b_desc, a_scale_ptr, b_scale_ptr, index_ptr, out_ptr, m, n, row_tiles, stride_am, stride_ak,
+    K: tl.constexpr, MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr,
+    GROUP_M: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    STEPS: tl.constexpr = K // 128
+    HALF: tl.constexpr = BLOCK_N // HALVES
+    column_tiles = tl.cdiv(n, BLOCK_N)
+    # Blocks of GROUP_M row tiles walk all column tiles, so that both operands stay in the L2 cache.
+    pid = tl.program_id(0)
+    all_row_tiles = tl.num_programs(0) // column_tiles
+    per_group = GROUP_M * column_tiles
+    first_row_tile = (pid // per_group) * GROUP_M
+    height = tl.minimum(all_row_tiles - first_row_tile, GROUP_M)
+    tile = first_row_tile + (pid % per_group) % height
+    column = ((pid % per_group) // height) * BLOCK_N
+    group, first, row, live = _tile_rows(index_ptr, tile, m, row_tiles, MODE, BLOCK_M)
+    if group < 0:
+        return
+    b_row = group * n + column
+    scale_rows = tl.cdiv(n, 128)
+    a_scale_row = a_scale_ptr + row.to(tl.int64) * stride_am
+    b_scale_row = b_scale_ptr + (group * scale_rows + column // 128) * STEPS
+    b_scale_row2 = b_scale_ptr + (group * scale_rows + tl.minimum((column + HALF) // 128, scale_rows - 1)) * STEPS
+    acc = tl.zeros([BLOCK_M, HALF], tl.float32)
+    acc2 = tl.zeros([BLOCK_M, HALF], tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        a = a_desc.load([first, step * 128])
+        a_scale = tl.load(a_scale_row + step * stride_ak, mask=live, other=0.0)
+        b = b_desc.load([b_row, step * 128])
+        part = dot(a, b.T, tl.zeros([BLOCK_M, HALF], tl.float32))
+        acc += part * (a_scale * tl.load(b_scale_row + step))[:, None]
+        if HALVES == 2:
+            b2 = b_desc.load([b_row + HALF, step * 128])
+            part2 = dot(a, b2.T, tl.zeros([BLOCK_M, HALF], tl.float32))
+            acc2 += part2 * (a_scale * tl.load(b_scale_row2 + step))[:, None]
+    columns = column + tl.arange(0, HALF)
+    out_row = out_ptr + row.to(tl.int64)[:, None] * n
+    tl.store(out_row + columns[None, :], acc.to(tl.bfloat16), mask=live[:, None] & (columns < n)[None, :])
+    if HALVES == 2:
+        columns += HALF
+        tl.store(out_row + columns[None, :], acc2.to(tl.bfloat16), mask=live[:, None] & (columns < n)[None, :])
+
+
+@triton.jit
+def _narrow_kernel(
+    a_desc, b_desc, a_scale_ptr, b_scale_ptr, index_ptr, out_ptr, partial_ptr, counter_ptr, m, rows, n,
+    stride_am, stride_ak,
+    K: tl.constexpr, MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    STEPS: tl.constexpr = K // 128
+    column = tl.program_id(0) * BLOCK_N
+    tile = tl.program_id(1)
+    group, first, row, live = _tile_rows(index_ptr, tile, m, tl.cdiv(m, BLOCK_M), MODE, BLOCK_M)
+    if group < 0:
+        return
+    split = tl.program_id(2)
+    splits = tl.num_programs(2)
+    per_split = tl.cdiv(STEPS, splits)
+    b_row = group * n + column
+    a_scale_row = a_scale_ptr + row.to(tl.int64) * stride_am
+    b_scale_row = b_scale_ptr + (group * tl.cdiv(n, 128) + column // 128) * STEPS
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for step in tl.range(split * per_split, tl.minimum((split + 1) * per_split, STEPS), num_stages=STAGES):
+        b = b_desc.load([b_row, step * 128])
+        a = a_desc.load([first, step * 128])
+        scale = tl.load(a_scale_row + step * stride_ak, mask=live, other=0.0) * tl.load(b_scale_row + step)
+        part = dot(b, a.T, tl.zeros([BLOCK_N, BLOCK_M], tl.float32))
+        acc += part * scale[None, :]
+    columns = column + tl.arange(0, BLOCK_N)
+    at = row.to(tl.int64)[None, :] * n + columns[:, None]
+    mask = live[None, :] & (columns < n)[:, None]
+    if SPLIT:
+        tl.store(partial_ptr + split.to(tl.int64) * rows * n + at, acc, mask=mask)
+        tl.debug_barrier()  # every thread's part is written before this program says so
+        slot = counter_ptr + tile * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(slot, 1, sem="acq_rel") != splits - 1:
+            return
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for s in range(splits):
+            acc += tl.load(partial_ptr + s * rows.to(tl.int64) * n + at, mask=mask, other=0.0, cache_modifier=".cg")
+        tl.store(slot, 0)
+    tl.store(out_ptr + at, acc.to(tl.bfloat16), mask=mask)

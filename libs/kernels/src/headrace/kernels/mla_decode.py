@@ -1,0 +1,160 @@
+"""Dense multi-head latent attention over a paged cache, absorbed form: V2/V3 decode and verification.
+
+One latent of 512 elements plus 64 RoPE elements per token is the key of every head; its first 512 elements are the
+value. The S query rows of a sequence are its last S positions. Long sequences are split at fixed, absolute token
+positions and merged in order, so a result depends on the split size alone. It does not absorb weights or apply RoPE.
+Source: DeepSeek-V2 report, section 2.1.
+"""
+
+import torch
+
+from headrace.kernels import tuning
+from headrace.kernels._triton import cdiv, processor_count, tl, triton
+from headrace.kernels.attention_core import LOG2E, NO_SCORE, attend
+from headrace.kernels.kv_layouts import LAYOUT_IDS, PagedKV
+from headrace.kernels.sparse_attention import VALUE_DIM, _view, combine_splits
+
+INVARIANT_SPLIT = 1024  # tokens
+
+
+def mla_decode_reference(
+    q: torch.Tensor,
+    kv: PagedKV,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    causal: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification, in `dtype`. Shapes as in `mla_decode`."""
+    batch, queries, heads, _ = q.shape
+    out = torch.zeros(batch, queries, heads, VALUE_DIM, dtype=dtype, device=q.device)
+    lse = torch.full((batch, queries, heads), float("-inf"), dtype=dtype, device=q.device)
+    for b, length in enumerate(seq_lens.tolist()):
+        position = torch.arange(length, device=q.device)
+        keys = kv.read(block_table[b, position // kv.page_size].long() * kv.page_size + position % kv.page_size).to(dtype)
+        for s in range(queries):
+            seen = keys[: max(0, length - (queries - 1 - s))] if causal else keys
+            if len(seen):
+                score = q[b, s].to(dtype) @ seen.T * scale  # [H, n]
+                lse[b, s] = torch.logsumexp(score, -1)
+                out[b, s] = torch.softmax(score, -1) @ seen[:, :VALUE_DIM]
+    return out, lse
+
+
+def mla_decode(
+    q: torch.Tensor,
+    kv: PagedKV,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    causal: bool = True,
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q bf16 [B, S, H, 576]; block_table int32 [B, P] of page numbers; seq_lens int32 [B], the S query rows included.
+
+    kv has layout bf16 (dim 576) or v32_fp8 and pages of a multiple of 64 entries. With `causal`, query row s sees
+    seq_lens - (S - 1 - s) entries. Returns out bf16 [B, S, H, 512] and lse fp32 [B, S, H] (natural log; -inf and
+    out 0 where nothing is seen). With `batch_invariant` the split size is fixed, else it fills the device.
+    """
+    batch, queries, heads, dim = q.shape
+    if dim != kv.dim or dim != 576:
+        raise ValueError(f"q has {dim} columns and kv {kv.dim}: MLA decode needs 576 of both")
+    config = tuning.mla_decode(kv.layout, queries * heads)
+    block_n, block_m = config["BLOCK_N"], config["BLOCK_M"]
+    if kv.page_size % block_n:
+        raise ValueError(f"page size {kv.page_size} is not a multiple of the key tile of {block_n}")
+    q = q.contiguous()
+    row_blocks = cdiv(queries * heads, block_m)
+    tiles = cdiv(block_table.shape[1] * kv.page_size, block_n)
+    if batch_invariant:
+        tiles_per_split = INVARIANT_SPLIT // block_n
+    else:
+        splits = max(1, min(config["WAVES"] * processor_count() // max(1, batch * row_blocks), cdiv(tiles, 4)))
+        tiles_per_split = cdiv(tiles, splits)
+    splits = cdiv(tiles, tiles_per_split)
+    out = torch.empty(batch, queries, heads, VALUE_DIM, dtype=torch.bfloat16, device=q.device)
+    lse = torch.empty(batch, queries, heads, dtype=torch.float32, device=q.device)
+    partial, partial_lse = out, lse
+    if splits > 1:
+        partial = torch.empty(splits, batch * queries, heads, VALUE_DIM, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(splits, batch * queries, heads, dtype=torch.float32, device=q.device)
+    _mla_decode_kernel[(row_blocks, splits, batch)](
+        q, kv.bytes, _view(kv, torch.bfloat16), _view(kv, torch.float32), block_table, seq_lens, partial, partial_lse,
+        batch, queries, heads, block_table.stride(0), tiles_per_split, scale * LOG2E, kv.page_stride, kv.offset,
+        PAGE=kv.page_size, LAYOUT=LAYOUT_IDS[kv.layout], CAUSAL=causal, SPLIT=splits > 1,
+        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=config["STAGES"], num_warps=config["num_warps"],
+    )  # fmt: skip
+    if splits > 1:
+        combine_splits(partial, partial_lse, out.view(-1, heads, VALUE_DIM), lse.view(-1, heads))
+    return out, lse
+
+
+@triton.jit
+def _mla_decode_kernel(
+    q_ptr, kv8, kv16, kv32, table_ptr, length_ptr, out_ptr, lse_ptr,
+    batch, queries, heads, table_stride, tiles_per_split, scale, page_stride, offset,
+    PAGE: tl.constexpr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # (query, head) pairs of this sequence
+    split = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    rows = queries * heads
+    live = row < rows
+    length = tl.load(length_ptr + b)
+    begin = split * tiles_per_split
+    end = tl.minimum(begin + tiles_per_split, tl.cdiv(length, BLOCK_N))
+    at = b * rows + row
+    if SPLIT:
+        at += split.to(tl.int64) * batch * rows
+    if begin >= end and SPLIT:
+        tl.store(lse_ptr + at, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=live)
+        return
+    limit = length
+    if CAUSAL:
+        limit = length - (queries - 1 - row // heads)
+    else:
+        limit = length + row * 0
+
+    q_row = q_ptr + (b * rows + row)[:, None] * 576
+    q0 = tl.load(q_row + tl.arange(0, 256)[None, :], mask=live[:, None], other=0.0)
+    q1 = tl.load(q_row + 256 + tl.arange(0, 256)[None, :], mask=live[:, None], other=0.0)
+    q3 = tl.load(q_row + 512 + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0)
+    top = tl.full([BLOCK_M], NO_SCORE_, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc0 = tl.zeros([BLOCK_M, 256], tl.float32)
+    acc1 = tl.zeros([BLOCK_M, 256], tl.float32)
+    acc2 = tl.zeros([BLOCK_M, 64], tl.float32)
+    acc3 = tl.zeros([BLOCK_M, 64], tl.float32)
+    slot = tl.arange(0, BLOCK_N)
+    table = table_ptr + b * table_stride
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        first = tile * BLOCK_N
+        page = tl.load(table + first // PAGE).to(tl.int64)
+        key = first + slot
+        present = key < length
+        if LAYOUT == 0:
+            data = page * page_stride + offset + (first % PAGE + slot) * 1152
+            scales = data
+        else:
+            data = page * page_stride + offset + (first % PAGE + slot) * 656
+            scales = data + 512
+        visible = key[None, :] < limit[:, None]
+        top, total, acc0, acc1, acc2, acc3 = attend(
+            q0, q1, q3, q3, top, total, acc0, acc1, acc2, acc3,
+            kv8, kv16, kv32, data, scales, visible, present, scale, LAYOUT, True,
+        )  # fmt: skip
+    inverse = tl.where(total > 0, 1.0 / total, 0.0)
+    lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
+    if not SPLIT:
+        lse = lse / LOG2E_
+    tl.store(lse_ptr + at, lse, mask=live)
+    kind = out_ptr.dtype.element_ty
+    out_row = out_ptr + at[:, None] * 512
+    tl.store(out_row + tl.arange(0, 256)[None, :], (acc0 * inverse[:, None]).to(kind), mask=live[:, None])
+    tl.store(out_row + 256 + tl.arange(0, 256)[None, :], (acc1 * inverse[:, None]).to(kind), mask=live[:, None])
+
+
+NO_SCORE_ = tl.constexpr(NO_SCORE)
+LOG2E_ = tl.constexpr(LOG2E)

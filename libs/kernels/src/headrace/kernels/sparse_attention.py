@@ -1,0 +1,272 @@
+"""Sparse latent attention over selected entries: CSA2 decode and prefill (V4.1), and the V4 and V3.2 layouts.
+
+Each query row brings its own list of entries: `indices` into a first source (V4.1: the FP8 window) and, optionally,
+`extra_indices` into a second one of another layout (V4.1: the FP4 compressed KV). One softmax runs over both, plus a
+sink logit per head that only enters the denominator:
+    out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink)),   s_j = scale * q . k_j,   v_j = k_j[:512]
+Rows are flat, so decode (one row a sequence), verification (ragged rows) and prefill are the same call. Optionally q's
+last 64 columns are rotated by RoPE first, and the output's last 64 by the conjugate (DeepSeek-V4.1: values carry RoPE).
+It does not choose the entries, and does not quantise. Source: DeepSeek-V3.2, V4 and V4.1 reports and released configs.
+"""
+
+import torch
+
+from headrace.kernels import tuning
+from headrace.kernels._triton import cdiv, next_power_of_2, processor_count, tl, triton
+from headrace.kernels.attention_core import LOG2E, NO_SCORE, attend, entry_rows, rotate
+from headrace.kernels.kv_layouts import LAYOUT_IDS, PagedKV
+
+VALUE_DIM = 512
+ROPE_DIM = 64
+
+
+def sparse_attention_reference(
+    q: torch.Tensor,
+    kv: PagedKV,
+    indices: torch.Tensor,
+    scale: float,
+    extra_kv: PagedKV | None = None,
+    extra_indices: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification, in `dtype`. Shapes as in `sparse_attention`; the output is not rounded to bf16."""
+    q = q.to(dtype)
+    if rope is not None:
+        q = _rotate_tail(q, *rope).to(torch.bfloat16).to(dtype)
+    keys = kv.read(indices)
+    present = indices >= 0
+    if extra_kv is not None:
+        keys = torch.cat([keys, extra_kv.read(extra_indices)], 1)
+        present = torch.cat([present, extra_indices >= 0], 1)
+    keys = keys.to(dtype)
+    score = torch.einsum("thd,tnd->thn", q, keys) * scale
+    score = score.masked_fill(~present.unsqueeze(1), float("-inf"))
+    lse = torch.logsumexp(score, -1)  # [T, H]
+    total = lse if sink is None else torch.logaddexp(lse, sink.to(dtype))
+    weight = torch.exp(score - torch.where(total.isinf(), 0.0, total).unsqueeze(-1))
+    out = torch.einsum("thn,tnd->thd", weight, keys[..., :VALUE_DIM])
+    if rope is not None:
+        out = _rotate_tail(out, rope[0], -rope[1])
+    return out, lse
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    kv: PagedKV,
+    indices: torch.Tensor,
+    scale: float,
+    extra_kv: PagedKV | None = None,
+    extra_indices: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    batch_invariant: bool = False,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q bf16 [T, H, D]; indices int32 [T, n]; extra_indices int32 [T, m]; sink fp32 [H]; rope (cos, sin) fp32 [T, 32].
+
+    Returns out bf16 [T, H, 512] and lse fp32 [T, H] (natural log, without the sink; -inf for a row without entries,
+    whose output is 0). D is 512, or 576 for layout v32_fp8 and for bf16 of that size. With `batch_invariant` a row's
+    result does not depend on the other rows: one split always.
+    """
+    rows, heads, dim = q.shape
+    if dim != kv.dim or (extra_kv is not None and extra_kv.dim != dim):
+        raise ValueError(f"q has {dim} columns, kv {kv.dim}, extra kv {extra_kv.dim if extra_kv else 'absent'}: must agree")
+    q = q.contiguous()
+    out = torch.empty(rows, heads, VALUE_DIM, dtype=torch.bfloat16, device=q.device) if out is None else out
+    lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
+    if not rows:
+        return out, lse
+    extra = extra_kv or kv
+    extra_indices = indices if extra_indices is None else extra_indices
+    n, m = indices.shape[1], extra_indices.shape[1] if extra_kv is not None else 0
+    config = tuning.sparse_attention(kv.layout, dim)
+    block_h = min(64, max(16, next_power_of_2(heads)))
+    head_blocks = cdiv(heads, block_h)
+    tiles = cdiv(n, config["BLOCK_N"]) + cdiv(m, config["BLOCK_N"])
+    splits = 1 if batch_invariant else _splits(rows * head_blocks, tiles, processor_count())
+    tiles_per_split = cdiv(tiles, splits)
+    splits = max(1, cdiv(tiles, tiles_per_split)) if tiles else 1
+    partial, partial_lse = out, lse
+    if splits > 1:
+        partial = torch.empty(splits, rows, heads, VALUE_DIM, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
+    cos, sin = rope if rope is not None else (lse, lse)
+    _sparse_attention_kernel[(rows * head_blocks, splits)](
+        q, kv.bytes, _view(kv, torch.bfloat16), _view(kv, torch.float32), indices,
+        extra.bytes, _view(extra, torch.bfloat16), _view(extra, torch.float32), extra_indices,
+        sink if sink is not None else lse, cos, sin, partial, partial_lse,
+        rows, heads, n, m, indices.stride(0), extra_indices.stride(0), tiles_per_split, scale * LOG2E,
+        kv.page_stride, kv.offset, extra.page_stride, extra.offset,
+        D=dim, PAGE=kv.page_size, LAYOUT=LAYOUT_IDS[kv.layout], EXTRA_PAGE=extra.page_size,
+        EXTRA_LAYOUT=LAYOUT_IDS[extra.layout], HAS_EXTRA=m > 0, HAS_SINK=sink is not None, HAS_ROPE=rope is not None,
+        SPLIT=splits > 1, BLOCK_H=block_h, BLOCK_N=config["BLOCK_N"], STAGES=config["STAGES"],
+        num_warps=config["num_warps"],
+    )  # fmt: skip
+    if splits > 1:
+        combine_splits(partial, partial_lse, out, lse, sink, rope)
+    return out, lse
+
+
+def combine_splits(
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sink: torch.Tensor | None = None,
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Merge partial fp32 [S, T, H, 512] (each normalised) with base-2 lse [S, T, H] into out and lse, in split order.
+
+    A split whose lse is -inf saw no key; its partial output may be unwritten and is not read.
+    """
+    splits, rows, heads, _ = partial.shape
+    cos, sin = rope if rope is not None else (lse, lse)
+    _combine_kernel[(rows, cdiv(heads, 4))](
+        partial, partial_lse, sink if sink is not None else lse, cos, sin, out, lse,
+        rows, heads, splits,
+        HAS_SINK=sink is not None, HAS_ROPE=rope is not None, BLOCK_H=4, num_warps=4,
+    )  # fmt: skip
+
+
+def _splits(programs: int, tiles: int, processors: int) -> int:
+    """Splits that fill the device, with at least two tiles each where there are so many."""
+    return max(1, min(processors // max(programs, 1), cdiv(tiles, 2)))
+
+
+def _view(kv: PagedKV, dtype: torch.dtype) -> torch.Tensor:
+    flat = kv.bytes
+    size = dtype.itemsize
+    return flat[: flat.numel() // size * size].view(dtype)
+
+
+def _rotate_tail(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the last 64 columns of x [T, H, D], interleaved pairs, by cos, sin [T, 32]."""
+    pairs = x[..., -ROPE_DIM:].unflatten(-1, (-1, 2))
+    even, odd = pairs.unbind(-1)
+    c, s = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
+    tail = torch.stack([even * c - odd * s, even * s + odd * c], -1).flatten(-2)
+    return torch.cat([x[..., :-ROPE_DIM], tail], -1)
+
+
+@triton.jit
+def _sparse_attention_kernel(
+    q_ptr, kv8, kv16, kv32, index_ptr, extra8, extra16, extra32, extra_index_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, lse_ptr,
+    rows, heads, n, m, index_stride, extra_index_stride, tiles_per_split, scale,
+    page_stride, offset, extra_page_stride, extra_offset,
+    D: tl.constexpr, PAGE: tl.constexpr, LAYOUT: tl.constexpr, EXTRA_PAGE: tl.constexpr, EXTRA_LAYOUT: tl.constexpr,
+    HAS_EXTRA: tl.constexpr, HAS_SINK: tl.constexpr, HAS_ROPE: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    WIDE: tl.constexpr = D == 576
+    W1: tl.constexpr = 256 if WIDE else 128
+    head_blocks = tl.cdiv(heads, BLOCK_H)
+    row = (tl.program_id(0) // head_blocks).to(tl.int64)
+    head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    split = tl.program_id(1)
+    live = head < heads
+
+    q_row = q_ptr + (row * heads + head)[:, None] * D
+    q0 = tl.load(q_row + tl.arange(0, 256)[None, :], mask=live[:, None], other=0.0)
+    q1 = tl.load(q_row + 256 + tl.arange(0, W1)[None, :], mask=live[:, None], other=0.0)
+    q2 = tl.load(q_row + 384 + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0)
+    q3 = tl.load(q_row + (D - 64) + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0)
+    if HAS_ROPE:
+        cos = tl.load(cos_ptr + row * 32 + tl.arange(0, 32))[None, :]
+        sin = tl.load(sin_ptr + row * 32 + tl.arange(0, 32))[None, :]
+        q3 = rotate(q3.to(tl.float32), cos, sin, False).to(tl.bfloat16)
+
+    top = tl.full([BLOCK_H], NO_SCORE_, tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    acc0 = tl.zeros([BLOCK_H, 256], tl.float32)
+    acc1 = tl.zeros([BLOCK_H, W1], tl.float32)
+    acc2 = tl.zeros([BLOCK_H, 64], tl.float32)
+    acc3 = tl.zeros([BLOCK_H, 64], tl.float32)
+    slot = tl.arange(0, BLOCK_N)
+    first_tiles = tl.cdiv(n, BLOCK_N)
+    begin = split * tiles_per_split
+    end = begin + tiles_per_split
+    for tile in tl.range(begin, tl.minimum(end, first_tiles), num_stages=STAGES):
+        at = tile * BLOCK_N + slot
+        index = tl.load(index_ptr + row * index_stride + at, mask=at < n, other=-1)
+        present = index >= 0
+        data, scales = entry_rows(tl.maximum(index, 0), page_stride, offset, PAGE, LAYOUT, D)
+        top, total, acc0, acc1, acc2, acc3 = attend(
+            q0, q1, q2, q3, top, total, acc0, acc1, acc2, acc3,
+            kv8, kv16, kv32, data, scales, present[None, :], present, scale, LAYOUT, WIDE,
+        )  # fmt: skip
+    if HAS_EXTRA:
+        last = tl.minimum(end - first_tiles, tl.cdiv(m, BLOCK_N))
+        for tile in tl.range(tl.maximum(begin - first_tiles, 0), last, num_stages=STAGES):
+            at = tile * BLOCK_N + slot
+            index = tl.load(extra_index_ptr + row * extra_index_stride + at, mask=at < m, other=-1)
+            present = index >= 0
+            data, scales = entry_rows(tl.maximum(index, 0), extra_page_stride, extra_offset, EXTRA_PAGE, EXTRA_LAYOUT, D)
+            top, total, acc0, acc1, acc2, acc3 = attend(
+                q0, q1, q2, q3, top, total, acc0, acc1, acc2, acc3,
+                extra8, extra16, extra32, data, scales, present[None, :], present, scale, EXTRA_LAYOUT, WIDE,
+            )  # fmt: skip
+
+    lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
+    denominator = total
+    if HAS_SINK and not SPLIT:
+        sink = tl.load(sink_ptr + head, mask=live, other=0.0) * LOG2E_
+        denominator += tl.exp2(sink - top)
+    inverse = tl.where(denominator > 0, 1.0 / denominator, 0.0)
+    acc3 *= inverse[:, None]
+    if HAS_ROPE and not SPLIT:
+        acc3 = rotate(acc3, cos, sin, True)
+    if SPLIT:
+        at = (split.to(tl.int64) * rows + row) * heads + head
+        tl.store(lse_ptr + at, lse, mask=live)
+    else:
+        at = row * heads + head
+        tl.store(lse_ptr + at, lse / LOG2E_, mask=live)
+    out_row = out_ptr + at[:, None] * 512
+    kind = out_ptr.dtype.element_ty
+    tl.store(out_row + tl.arange(0, 256)[None, :], (acc0 * inverse[:, None]).to(kind), mask=live[:, None])
+    tl.store(out_row + 256 + tl.arange(0, W1)[None, :], (acc1 * inverse[:, None]).to(kind), mask=live[:, None])
+    if not WIDE:
+        tl.store(out_row + 384 + tl.arange(0, 64)[None, :], (acc2 * inverse[:, None]).to(kind), mask=live[:, None])
+        tl.store(out_row + 448 + tl.arange(0, 64)[None, :], acc3.to(kind), mask=live[:, None])
+
+
+@triton.jit
+def _combine_kernel(
+    partial_ptr, partial_lse_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, lse_ptr, rows, heads, splits,
+    HAS_SINK: tl.constexpr, HAS_ROPE: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    live = head < heads
+    top = tl.full([BLOCK_H], NO_SCORE_, tl.float32)
+    for s in range(splits):
+        top = tl.maximum(top, tl.load(partial_lse_ptr + (s * rows + row) * heads + head, mask=live, other=NO_SCORE_))
+    total = tl.zeros([BLOCK_H], tl.float32)
+    body = tl.zeros([BLOCK_H, 512], tl.float32)
+    for s in range(splits):
+        at = (s * rows + row) * heads + head
+        weight = tl.exp2(tl.load(partial_lse_ptr + at, mask=live, other=float("-inf")) - top)
+        seen = (live & (weight > 0))[:, None]
+        value = tl.load(partial_ptr + at[:, None] * 512 + tl.arange(0, 512)[None, :], mask=seen, other=0.0)
+        body += weight[:, None] * value
+        total += weight
+    lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
+    denominator = total
+    if HAS_SINK:
+        denominator += tl.exp2(tl.load(sink_ptr + head, mask=live, other=0.0) * LOG2E_ - top)
+    body *= tl.where(denominator > 0, 1.0 / denominator, 0.0)[:, None]
+    if HAS_ROPE:
+        pair = tl.arange(0, 256)
+        tail = pair >= 224
+        cos = tl.load(cos_ptr + row * 32 + pair - 224, mask=tail, other=1.0)[None, :]
+        sin = tl.load(sin_ptr + row * 32 + pair - 224, mask=tail, other=0.0)[None, :]
+        body = rotate(body, cos, sin, True)
+    at = row * heads + head
+    tl.store(lse_ptr + at, lse / LOG2E_, mask=live)
+    tl.store(out_ptr + at[:, None] * 512 + tl.arange(0, 512)[None, :], body.to(tl.bfloat16), mask=live[:, None])
+
+
+NO_SCORE_ = tl.constexpr(NO_SCORE)
+LOG2E_ = tl.constexpr(LOG2E)

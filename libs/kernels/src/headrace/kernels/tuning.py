@@ -1,0 +1,38 @@
+"""Launch configurations per operation, as tables. Hopper's are measured on an H200; any other device gets the default.
+
+A row is data for one source: no kernel is forked for a device. `headrace.kernels.bench --tune` prints better rows.
+"""
+
+from headrace.kernels._triton import INTERPRETED
+
+
+def sparse_attention(layout: str, dim: int) -> dict[str, int]:
+    if INTERPRETED:
+        return {"BLOCK_N": 16, "STAGES": 1, "num_warps": 4}
+    return {"BLOCK_N": 64, "STAGES": 2, "num_warps": 8}
+
+
+def mla_decode(layout: str, rows: int) -> dict[str, int]:
+    if INTERPRETED:
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "STAGES": 1, "WAVES": 2, "num_warps": 4}
+    return {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 2, "WAVES": 4, "num_warps": 8}
+
+
+def mla_prefill() -> dict[str, int]:
+    if INTERPRETED:
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "STAGES": 1, "num_warps": 4}
+    return {"BLOCK_M": 128, "BLOCK_N": 64, "STAGES": 2, "num_warps": 8}
+
+
+def gemm_fp8(kind: str, m: int, n: int, k: int, batch_invariant: bool) -> dict[str, int]:
+    """NARROW puts the weight on the left. HALVES: a wide tile's columns are multiplied in so many parts."""
+    if INTERPRETED:
+        narrow = {"NARROW": 1, "BLOCK_M": 16, "BLOCK_N": 64, "WAVES": 2, "STAGES": 1, "num_warps": 4}
+        wide = {"NARROW": 0, "BLOCK_M": 32, "BLOCK_N": 64 * (1 + m % 2), "HALVES": 1 + m % 2, "GROUP_M": 2, "STAGES": 1}
+        return narrow if m <= 16 and not batch_invariant else wide | {"num_warps": 4}
+    if m <= 64 and not batch_invariant:
+        block_m = 16 if m <= 16 else 32 if m <= 32 else 64
+        return {"NARROW": 1, "BLOCK_M": block_m, "BLOCK_N": 128, "WAVES": 2, "STAGES": 5, "num_warps": 4}
+    if kind == "masked" and m <= 256:
+        return {"NARROW": 1, "BLOCK_M": 128, "BLOCK_N": 128, "WAVES": 2, "STAGES": 4, "num_warps": 8}
+    return {"NARROW": 0, "BLOCK_M": 128, "BLOCK_N": 256, "HALVES": 2, "GROUP_M": 8, "STAGES": 3, "num_warps": 8}
