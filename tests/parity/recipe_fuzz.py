@@ -126,8 +126,86 @@ def tool(rng: random.Random) -> dict:
     }
 
 
+WORDS = ["a", "hello", " world", "\n", "\n\n", "\n\n\n", "<", "</", "é", "🎉", "中文", "\"", " ", "{", "}", "[", "```", "json", "END", "EN",
+         "2 < 3", "<b>", "\\", "\t", "<th", "E", "N", "D"]
+MARKERS = {
+    "think": ["</think>", "<think>", "\n</think>\n", "</think>\n\n"],
+    "json": ["```json\n", "```\n", "\n```", '{"a": 1}', "[1]", "```", "json\n"],
+    "dsml": ["｜DSML｜", "<｜DSML｜", "</｜DSML｜", "\n\n<｜DSML｜ calls>\n", "<｜DSML｜ invoke name=\"f\">\n", "invoke name=\"",
+             "</｜DSML｜ invoke>\n", "</｜DSML｜ calls>", "</｜DSML｜tool_calls>", "parameter name=", " string=\"true\">",
+             " string=\"false\">", "</｜DSML｜ parameter>\n", "<｜DSML｜ parameter name=\"k\" string=\"true\">",
+             "<｜DSML｜ parameter name=\"n\" string=\"false\">", "123", "string=\"true\">", "\"a b\"", "\">", "invoke", "parameter"],
+}
+
+
+def output_text(rng: random.Random) -> str:
+    """What a model might write, well formed or not."""
+    parts = []
+    for _ in range(rng.choice([1, 2, 4, 8, 16, 30])):
+        draw = rng.random()
+        if draw < 0.45:
+            parts.append(rng.choice(WORDS))
+        elif draw < 0.6:
+            parts.append(rng.choice(MARKERS["think"]))
+        elif draw < 0.7:
+            parts.append(rng.choice(MARKERS["json"]))
+        elif draw < 0.95:
+            parts.append(rng.choice(MARKERS["dsml"]))
+        else:
+            gap = rng.choice([" ", ""])
+            parts.append(f'\n\n<｜DSML｜{gap}calls>\n<｜DSML｜{gap}invoke name="get">\n<｜DSML｜{gap}parameter name="city" '
+                         f'string="true">Pa"ris\n<b></｜DSML｜{gap}parameter>\n<｜DSML｜{gap}parameter name="n" string="false">'
+                         f'[1, 2]</｜DSML｜{gap}parameter>\n</｜DSML｜{gap}invoke>\n</｜DSML｜{gap}calls>')
+    return "".join(parts)
+
+
+def cut(rng: random.Random, items) -> list:
+    """`items` in consecutive pieces."""
+    pieces, at, longest = [], 0, rng.choice([1, 2, 3, 7, 30, 1000])
+    while at < len(items):
+        step = rng.randint(1, longest)
+        pieces.append(items[at : at + step])
+        at += step
+    return pieces
+
+
+def stream_spec(rng: random.Random) -> dict:
+    text = output_text(rng)
+    spec = {
+        "tools": rng.random() < 0.7,
+        "in_tools": rng.random() < 0.1,
+        "json": rng.random() < 0.2,
+        "stage": rng.choice([None, None, "reasoning_start", "reasoning_start", "reasoning_continuation", "content_continuation"]),
+        "stops": rng.choice([[], [], ["END"], ["EN", "END"], ["\n\n", "ND"], ["<b", "a"], ["é", "hello world"], ["\n"]]),
+        "reason": rng.choice(["stop", "stop", "stop", "length", "content_filter"]),
+        "ids": None,
+        "texts": None,
+    }
+    if rng.random() < 0.5:
+        spec["texts"] = cut(rng, text)
+        return spec
+    ids = oracle.tokenizers()[0].encode(text)
+    if rng.random() < 0.3:
+        for _ in range(rng.randint(1, 3)):
+            ids.insert(rng.randint(0, len(ids)), rng.choice([53153, 234, 1, 128803, 999999, 239, 128821, rng.randint(0, 128000)]))
+    spec["ids"] = cut(rng, ids)
+    if rng.random() < 0.3:
+        spec["logprobs"] = [[(-rng.random() * 3, [(rng.randint(0, 128999), -rng.random()) for _ in range(rng.randint(0, 2))])
+                             for _ in piece] for piece in spec["ids"]]
+    return spec
+
+
+def stream_case(protocol: str) -> Callable[[random.Random], tuple]:
+    def case(rng: random.Random) -> tuple:
+        spec = stream_spec(rng)
+        return (protocol, spec), oracle.stream_ours(protocol, spec), oracle.stream_theirs(protocol, spec)
+
+    return case
+
+
 KINDS: dict[str, Callable[[random.Random], tuple]] = {
     "render": render_case,
+    "stream_chat": stream_case("chat"),
 }
 
 if __name__ == "__main__":

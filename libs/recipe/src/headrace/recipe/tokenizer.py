@@ -27,6 +27,7 @@ class Tokenizer:
         self._full = _Fast.from_str(json.dumps(definition))
         self._plain = _Fast.from_str(json.dumps({**definition, "added_tokens": []}))
         self._added = {token["content"]: token["id"] for token in definition.get("added_tokens", [])}
+        self._added_by_id = {token_id: text for text, token_id in self._added.items()}
         self._bytes = _byte_table(definition)
         self.words = WordCache.for_tokenizer(definition, self._encode_full_plain)
 
@@ -60,6 +61,10 @@ class Tokenizer:
     def added_token_id(self, token: str) -> int | None:
         """Id of an added token, None for any other text."""
         return self._added.get(token)
+
+    def added_token(self, token_id: int) -> str | None:
+        """Spelling of an added token, None for any other id."""
+        return self._added_by_id.get(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; b"" for an id outside the vocabulary."""

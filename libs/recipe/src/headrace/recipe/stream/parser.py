@@ -1,0 +1,283 @@
+"""From sampled ids or text to reasoning, content and tool-call events.
+
+The machine says what each character is; this module keeps the pieces (one piece per fed chunk, control tokens apart)
+and emits a piece's events when all of it is decided, so an event never mixes pieces and any cut of an output
+accumulates to the same reply. Knows no protocol.
+"""
+
+import secrets
+import string
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from ..jsontext import quote
+from ..tokenizer import Tokenizer
+from .machine import (
+    CALL_END,
+    CONTENT,
+    DSML_MARK,
+    LABEL,
+    NAME,
+    NAME_END,
+    REASONING,
+    SKIP,
+    SPACE,
+    STOP,
+    STRING,
+    THINK_END_MARK,
+    VERBATIM,
+    Machine,
+    Segment,
+)
+from .options import ParsingOptions
+
+FinishReason = Literal["stop", "length", "content_filter"]
+# Logprob of a sampled token and its alternatives (id, logprob).
+TokenLogprob = tuple[float, list[tuple[int, float]]]
+Logprob = tuple[int, float, list[tuple[int, float]]]  # with the sampled id
+
+_TEXT = {CONTENT, SPACE, REASONING, STRING, VERBATIM, NAME}
+_MERGED = _TEXT | {SKIP}
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+class Event(msgspec.Struct):
+    """Something to tell the client.
+
+    kind "reasoning" or "content": `text`. "tool_start": a call `name` with `id` at `index`. "tool_arguments": `text`
+    is the next part of the arguments' JSON. "tool_end": the call is complete. "stop": the stop sequence `text` matched.
+    `logprobs`: of the piece that the event came from.
+    """
+
+    kind: str
+    text: str = ""
+    index: int = 0
+    id: str = ""
+    name: str = ""
+    logprobs: list[Logprob] | None = None
+
+
+class _Piece(msgspec.Struct):
+    """A fed text. `run` is the action of the last decided characters, which begin at `begin` and are not yet told."""
+
+    text: str
+    tokens: int
+    logprobs: list[Logprob] | None = None
+    resolved: int = 0  # characters
+    begin: int = 0
+    run: int = SKIP
+    label: str = ""
+
+
+class StreamParser:
+    """Reads one output. Feed it ids or text, not both. `stopped` tells that a stop sequence ended it."""
+
+    def __init__(
+        self,
+        parsing: ParsingOptions,
+        tokenizer: Tokenizer | None = None,
+        call_id: Callable[[int], str] | None = None,
+    ):
+        """`call_id`: makes the id of tool call n; the default is random."""
+        self.parsing = parsing
+        self.tokenizer = tokenizer
+        self.completion_tokens = 0
+        self.tool_calls = 0
+        self.stopped: str | None = None
+        self.kept_tokens = 0  # completion tokens up to and with the one that completed the stop sequence
+        self.finished = False
+        self.repairs: list[str] = []
+        self.saw_ids = False
+        self.reasoning_tokens = 0
+        self._machine: Machine | None = None
+        self._pieces: deque[_Piece] = deque()
+        self._pending: list[tuple[int, TokenLogprob | None]] = []  # ids that end inside a character
+        self._name: list[str] = []
+        self._call_id = call_id or random_call_id
+
+    def push(self, ids: Iterable[int], logprobs: list[TokenLogprob] | None = None) -> list[Event]:
+        """Events that `ids` decide. `logprobs`: one entry per id. Raises ValueError when their numbers differ."""
+        ids = list(ids)
+        if logprobs is not None and len(logprobs) != len(ids):
+            raise ValueError(f"invalid log probabilities: {len(logprobs)} log probabilities for {len(ids)} token IDs")
+        machine = self._start(ids=True)
+        events: list[Event] = []
+        for piece in self._pieces_of(ids, logprobs):
+            if self._advance(machine, piece, events):
+                break
+        return events
+
+    def push_text(self, text: str, tokens: int = 0) -> list[Event]:
+        """Events that `text` decides; `tokens` is what it counts in usage."""
+        events: list[Event] = []
+        self._advance(self._start(ids=False), _Piece(text, tokens), events)
+        return events
+
+    def finish(self, reason: FinishReason = "stop") -> list[Event]:
+        """End of the output: events of the text that was held back."""
+        events: list[Event] = []
+        if self.finished:
+            return events
+        if self.parsing.lenient_end and self._pending:
+            machine = self._start(ids=True)
+            self._advance(machine, self._flush_pending(), events)
+        if self._machine is not None:
+            self._resolve(self._machine.finish(), events)
+        self.finished = True
+        return events
+
+    def _start(self, *, ids: bool) -> Machine:
+        if self.finished:
+            raise RuntimeError("stream processor has finished")
+        if self._machine is None:
+            if ids and self.tokenizer is None:
+                raise RuntimeError("token chunk received without a tokenizer")
+            self._machine = Machine(self.parsing, marks=ids)
+            self.saw_ids = ids
+        elif self.saw_ids != ids:
+            raise ValueError("one output is fed either ids or text, not both")
+        return self._machine
+
+    def _pieces_of(self, ids: list[int], logprobs: list[TokenLogprob] | None) -> Iterable[_Piece]:
+        """Cut a chunk at its added tokens; keep back the tail that ends inside a character."""
+        tokenizer = self.tokenizer
+        pending = self._pending
+        for position, token_id in enumerate(ids):
+            entry = None if logprobs is None else logprobs[position]
+            mark = self._mark(token_id)
+            if mark is None:
+                pending.append((token_id, entry))
+                continue
+            before = self._flush_pending() if pending else _Piece("", 0)
+            own = [] if entry is None else [(token_id, *entry)]
+            if before.text:
+                yield before
+                yield _Piece(mark, 1, own or None)
+            else:  # ids without text go with the token after them
+                yield _Piece(mark, before.tokens + 1, [*(before.logprobs or []), *own] or None)
+        if pending:
+            text = tokenizer.decode(token_id for token_id, _ in pending)
+            if text and not text.endswith("\ufffd"):
+                yield self._flush_pending(text)
+
+    def _flush_pending(self, text: str | None = None) -> _Piece:
+        pending = self._pending
+        if text is None:
+            text = self.tokenizer.decode(token_id for token_id, _ in pending)
+        logprobs = [(token_id, *entry) for token_id, entry in pending if entry is not None] or None
+        piece = _Piece(text, len(pending), logprobs)
+        pending.clear()
+        return piece
+
+    def _mark(self, token_id: int) -> str | None:
+        """The text of an added token, or the mark that stands for it; None for an ordinary token."""
+        text = self.tokenizer.added_token(token_id)
+        if text is None:
+            return None
+        tokens = self.parsing.special_tokens
+        return THINK_END_MARK if text == tokens.thinking_end else DSML_MARK if text == tokens.dsml else text
+
+    def _advance(self, machine: Machine, piece: _Piece, events: list[Event]) -> bool:
+        """Feed one piece; True when a stop sequence ended the output."""
+        self.completion_tokens += piece.tokens
+        if machine.state.action == REASONING:
+            self.reasoning_tokens += piece.tokens  # the token that ends the reasoning is taken back
+        if piece.text:
+            self._pieces.append(piece)
+            self._resolve(machine.feed(piece.text), events)
+            if piece.text == THINK_END_MARK and machine.state.name == "content_start":
+                self.reasoning_tokens -= piece.tokens
+        if self.stopped is not None:
+            self.finished = True
+            self.kept_tokens = self.completion_tokens
+        return self.finished
+
+    def _resolve(self, segments: list[Segment], events: list[Event]) -> None:
+        """Lay segments over the waiting pieces.
+
+        A run is the neighbours of one action within a piece, or the part of one marker. It is told when something
+        else follows or the piece ends; a marker that spans pieces speaks for its first part.
+        """
+        pieces = self._pieces
+        for action, length, label in segments:
+            while length:
+                piece = pieces[0]
+                part = min(length, len(piece.text) - piece.resolved)
+                length -= part
+                if action != piece.run or action not in _MERGED:
+                    self._tell(piece, events)
+                    piece.run, piece.label, label = action, label, ""
+                piece.resolved += part
+                if piece.resolved == len(piece.text):
+                    self._tell(piece, events)
+                    pieces.popleft()
+            if action == STOP:
+                if pieces:
+                    self._tell(pieces[0], events)
+                pieces.clear()
+                return
+
+    def _tell(self, piece: _Piece, events: list[Event]) -> None:
+        """The event of the run that ends at `resolved`."""
+        begin, action, label = piece.begin, piece.run, piece.label
+        piece.begin, piece.run, piece.label = piece.resolved, SKIP, ""
+        if action == SKIP or begin == piece.resolved:
+            return
+        if action in _TEXT:
+            self._tell_text(action, piece.text[begin : piece.resolved], piece.logprobs, events)
+        elif action == NAME_END:
+            self._begin_call(events)
+        elif not label:
+            return
+        elif action == STOP:
+            self.stopped = label
+            events.append(Event("stop", label))
+        elif not self.tool_calls:
+            events.append(Event("content", label, logprobs=piece.logprobs))  # the bracket that opens a JSON answer
+        else:
+            self._argument(label, events)
+            if action == CALL_END:
+                events.append(Event("tool_end", index=self.tool_calls - 1))
+
+    def _tell_text(self, action: int, text: str, logprobs: list[Logprob] | None, events: list[Event]) -> None:
+        if action == SPACE:
+            text = " "
+        elif self.saw_ids and not text.isascii():
+            text = self._spell(text)
+        if action == CONTENT or action == SPACE:
+            events.append(Event("content", text, logprobs=logprobs))
+        elif action == REASONING:
+            events.append(Event("reasoning", text, logprobs=logprobs))
+        elif action == NAME:
+            self._name.append(text)
+        else:
+            self._argument(quote(text)[1:-1] if action == STRING else text, events)
+
+    def _begin_call(self, events: list[Event]) -> None:
+        index = self.tool_calls
+        self.tool_calls += 1
+        name = "".join(self._name)
+        self._name.clear()
+        events.append(Event("tool_start", index=index, id=self._call_id(index), name=name))
+
+    def _argument(self, text: str, events: list[Event]) -> None:
+        events.append(Event("tool_arguments", text, self.tool_calls - 1))
+
+    def _spell(self, text: str) -> str:
+        """Marks back to the spelling of their tokens."""
+        tokens = self.parsing.special_tokens
+        return text.replace(THINK_END_MARK, tokens.thinking_end).replace(DSML_MARK, tokens.dsml)
+
+
+def random_call_id(index: int) -> str:
+    """`call_NN_` and 20 letters or digits and 4 digits, as the referee makes them."""
+    letters = "".join(secrets.choice(_ALPHANUMERIC) for _ in range(20))
+    return f"call_{index:02d}_{letters}{secrets.randbelow(10_000):04d}"
+
+
+def event_data(event: Event) -> dict[str, Any]:
+    """An event as a plain dict, for logs and tests."""
+    return {k: v for k, v in msgspec.structs.asdict(event).items() if v not in ("", None)}
