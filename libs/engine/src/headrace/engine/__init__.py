@@ -1,1 +1,31 @@
-"""Headrace."""
+"""The engine: models, KV memory, scheduler, sampler. No bus, no HTTP, no asyncio.
+
+    from headrace.engine import LLM, SamplingParams
+    LLM(path).generate(["a prompt"], SamplingParams(max_tokens=32))
+
+Loads no torch by itself: the contract in `api` is also that of the simulated engine, which has none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .api import EngineConfig, EngineRequest, Role, SamplingParams
+
+if TYPE_CHECKING:
+    from .core import EngineCore
+    from .llm import LLM
+
+__all__ = ["LLM", "EngineConfig", "EngineCore", "EngineRequest", "Role", "SamplingParams"]
+
+
+def __getattr__(name: str):
+    if name == "LLM":
+        from .llm import LLM
+
+        return LLM
+    if name == "EngineCore":
+        from .core import EngineCore
+
+        return EngineCore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """The engine as its users see it: requests in, events out.
 
-Everything here is called from one thread (the owner's event loop, or the caller of `LLM.generate`), except `execute`, which runs
-the model and may run in another thread; the two meet only at step boundaries:
+Everything here is called from one thread (the owner's event loop, or the caller of `LLM.generate`), except `execute`, which
+runs the model and may run in another thread; the two meet only at step boundaries:
 
     plan = engine.plan()            # owner: schedule; pure Python
     result = engine.execute(plan)   # model thread: tensors
@@ -15,7 +15,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Protocol
+
+
+class Role(StrEnum):
+    """PREFILL stops at a prompt's last hidden vector; DECODE and BOTH go on. One engine, so reservations work in each."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+@dataclass(slots=True)
+class EngineConfig:
+    """Sizes and policy of one engine. Checked once, by `check`."""
+
+    role: Role | str = Role.BOTH
+    num_blocks: int = 512  # of block_tokens tokens each
+    max_num_seqs: int = 32  # state slots: sequences that run at the same time
+    max_num_batched_tokens: int = 2048  # rows of one step
+    max_model_len: int | None = None  # tokens; None: what the model and the pool can hold
+    prefix_caching: bool = True
+    snapshot_bytes: int = 256 << 20  # state snapshots kept in host memory
+    decode_snapshots: bool = True  # also at block boundaries of an output
+    swap_bytes: int = 4 << 30  # host memory for sequences that were preempted
+    chunk_tokens: Sequence[int] = ()  # upper bounds of a prompt's first, second ... chunk, then from the start again
+    model_name: str = "headrace"
+
+    def check(self, keep_rows: int = 0) -> None:
+        """ValueError names the field, its value and what it must be. keep_rows: of the model's cache (0 in class `exact`)."""
+        self.role = Role(self.role)
+        for name in ("num_blocks", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        least = self.max_num_seqs + max(keep_rows, 1)
+        if self.max_num_batched_tokens < least:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; one row of each of {self.max_num_seqs} sequences "
+                f"and a prompt's last {max(keep_rows, 1)} rows need {least}: raise it, or lower max_num_seqs"
+            )
+        if any(size < 1 for size in self.chunk_tokens):
+            raise ValueError(f"chunk_tokens must be at least 1 each; got {list(self.chunk_tokens)}")
 
 
 @dataclass(slots=True)
@@ -37,10 +78,28 @@ class SamplingParams:
     logprobs: int = -1  # -1 none, 0 the sampled token's, k also the k most likely
     n: int = 1
 
+    def check(self) -> None:
+        """ValueError names the parameter, its value and its range."""
+        for name, good, rule in (
+            ("temperature", 0.0 <= self.temperature < float("inf"), "at least 0"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "at least 0 (0: off)"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "from -2 to 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "from -2 to 2"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"from 0 to max_tokens ({self.max_tokens})"),
+            ("logprobs", self.logprobs >= -1, "at least -1 (-1: none)"),
+            ("n", self.n >= 1, "at least 1"),
+        ):
+            if not good:
+                raise ValueError(f"{name} must be {rule}; got {getattr(self, name)}")
+
 
 @dataclass(slots=True)
 class EngineRequest:
-    """One prompt. `hashes`: 16-byte chained hashes of its full blocks (see `headrace.kv.hashing`)."""
+    """One prompt. `hashes`: 16-byte chained hashes of its full blocks (`headrace.kv.hashing`); empty: the engine makes them."""
 
     request: str
     ids: Sequence[int]
@@ -119,6 +178,17 @@ class PrefillDone:
 
 
 @dataclass(slots=True)
+class PromptDone:
+    """BOTH: the prompt is computed and sampling begins. The counters are those of `PrefillDone`."""
+
+    request: str
+    cached_tokens: int
+    computed_rows: int
+    replay_rows: int
+    snapshot_hit: bool
+
+
+@dataclass(slots=True)
 class SnapshotTaken:
     """A state snapshot at a block boundary: `key` is the chain hash of the prefix that ends there."""
 
@@ -137,7 +207,7 @@ class Failed:
     message: str
 
 
-Event = Tokens | BlocksFilled | ChunkDone | PrefillDone | SnapshotTaken | Failed
+Event = Tokens | BlocksFilled | ChunkDone | PrefillDone | PromptDone | SnapshotTaken | Failed
 
 
 @dataclass(slots=True)
@@ -176,8 +246,8 @@ class Engine(Protocol):
         """DECODE: all bytes are placed; the sequence samples its first token at the next step."""
 
     def abandon(self, reservation: Reservation) -> None:
-        """DECODE: give the reservation's slot and resident blocks back. Its written blocks are the caller's to free or quarantine
-        through `pool`, for the writer may still be writing."""
+        """DECODE: give the reservation's slot and resident blocks back. Its written blocks are the caller's to free or
+        quarantine through `pool`, for the writer may still be writing."""
 
     def add_snapshot(self, key: bytes, position: int, state: bytes) -> None:
         """A snapshot fetched from elsewhere, so that a hit can restore it."""
@@ -188,13 +258,24 @@ class Engine(Protocol):
     def cancel(self, request: str) -> bool:
         """Stop within one step and free; False if it is not here. Safe while a step is running."""
 
-    def has_work(self) -> bool: ...
+    def has_snapshot(self, key: bytes) -> bool:
+        """Whether a hit that ends at `key` would restore its state."""
 
-    def plan(self) -> Any | None: ...
+    def has_work(self) -> bool:
+        """Something is unfinished. It may still have to wait for memory that a peer holds: then `plan` returns None."""
+
+    def plan(self) -> Any | None:
+        """The next step, or None when nothing can run now. Exactly one of `apply` and `fail` must follow a plan."""
 
     def execute(self, plan: Any) -> Any: ...
 
     def apply(self, plan: Any, result: Any) -> list[Event]: ...
+
+    def fail(self, plan: Any | None, error: BaseException) -> list[Event]:
+        """The step could not be executed: its requests (all, without a plan) end as Failed and their memory is free again."""
+
+    def owners(self) -> dict[int, int]:
+        """Physical block -> references, found by walking everything that holds blocks here; for `pool.check`."""
 
     def stats(self) -> dict[str, float]:
         """running, waiting, queued_tokens, steps, prefill_tokens_per_second, step_seconds, hit counters ..."""

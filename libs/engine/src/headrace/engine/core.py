@@ -1,0 +1,231 @@
+"""The engine: api.Engine over a scheduler (policy), a runner (tensors) and a block pool (memory).
+
+    plan = engine.plan()                  # owner's thread
+    result = engine.execute(plan)         # model thread, or the same one
+    events = engine.apply(plan, result)   # owner's thread
+
+Roles differ in one thing: PREFILL stops at the prompt's last hidden vector and hands it over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from headrace.kv.pool import BlockPool
+
+from . import api
+from .batch import Model
+from .runner import Runner
+from .scheduler import Scheduler
+from .sequence import Plan, Result
+from .snapshots import HEADER_BYTES, Snapshot
+
+__all__ = ["EngineCore"]
+
+
+class EngineCore:
+    """`kv_buffer`: host memory of num_blocks * block_bytes bytes that becomes the KV pool, so that peers can write into it."""
+
+    def __init__(
+        self, model: Model, config: api.EngineConfig | None = None, kv_buffer=None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        config = config or api.EngineConfig()
+        spec = model.spec
+        config.check(spec.keep_rows if spec.numerics == "bounded" else 0)
+        holds = config.num_blocks * spec.block_tokens  # tokens: one sequence alone can always finish
+        max_model_len = min(config.max_model_len or model.max_model_len, model.max_model_len, holds)
+        self.config, self.pool = config, BlockPool(config.num_blocks)
+        self.scheduler = Scheduler(spec, config, self.pool, model.eos_token_ids, max_model_len, clock)
+        self.runner = Runner(model, config.num_blocks, config.max_num_seqs, kv_buffer)
+        self.info = api.EngineInfo(
+            kind=getattr(model, "kind", "v41"),
+            layout_id=spec.layout_id,
+            checkpoint=model.checkpoint_digest,
+            block_tokens=spec.block_tokens,
+            block_bytes=spec.block_bytes,
+            state_bytes=spec.state_bytes + HEADER_BYTES,  # a snapshot's record is the larger of what travels
+            hidden_bytes=4 * model.hidden_size,
+            num_blocks=config.num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=tuple(model.eos_token_ids),
+            model_name=config.model_name,
+            extra={"numerics": spec.numerics, "keep_rows": spec.keep_rows, "replay_rows": spec.replay_rows},
+        )
+        self._reserved: dict[int, tuple[api.Reservation, list[int]]] = {}  # by slot: (reservation, resident blocks)
+        self._meter = _Meter()
+
+    # ------------------------------------------------------------ requests
+
+    def submit(self, request: api.EngineRequest) -> None:
+        self._check_ids(request.ids)
+        self.scheduler.submit(request)
+
+    def reserve(self, request: str, hashes: Sequence[bytes], prompt_tokens: int) -> api.Reservation | None:
+        scheduler = self.scheduler
+        if not scheduler.free_slots or scheduler.waiting:  # what was preempted, and what came first, goes first
+            return None
+        block = self.info.block_tokens
+        resident = self.pool.match(hashes[: prompt_tokens // block]) if self.config.prefix_caching else []
+        needed = -(-prompt_tokens // block) - len(resident)
+        blocks = self.pool.allocate(needed) if scheduler.room(needed) else None
+        if blocks is None:
+            self.pool.release(resident)
+            return None
+        reservation = api.Reservation(request, len(resident), blocks, scheduler.free_slots.pop())
+        self._reserved[reservation.slot] = (reservation, resident)
+        return reservation
+
+    def admit(self, reservation: api.Reservation, handoff: api.Handoff, request: api.EngineRequest) -> None:
+        """ValueError (a hand-off that can't be what was reserved) leaves the reservation as it was."""
+        ids, resident = list(handoff.ids), self._reservation(reservation)
+        self._check_ids(ids)
+        blocks = resident + reservation.blocks
+        if -(-len(ids) // self.info.block_tokens) != len(blocks):
+            raise ValueError(
+                f"request {request.request!r}: {len(blocks)} blocks were reserved; the hand-off has {len(ids)} tokens"
+            )
+        if len(handoff.hidden) != self.info.hidden_bytes:
+            raise ValueError(
+                f"request {request.request!r}: the hidden vector has {len(handoff.hidden)} bytes; this model's has "
+                f"{self.info.hidden_bytes}"
+            )
+        sequence = self.scheduler.new_sequence(request, ids)
+        del self._reserved[reservation.slot]
+        self.scheduler.admit(sequence, reservation.slot, blocks, len(resident), handoff)
+
+    def abandon(self, reservation: api.Reservation) -> None:
+        entry = self._reserved.get(reservation.slot)
+        if entry is not None and entry[0] is reservation:
+            del self._reserved[reservation.slot]
+            self.pool.release(entry[1])
+            self.scheduler.free_slots.append(reservation.slot)
+
+    def add_snapshot(self, key: bytes, position: int, state: bytes) -> None:
+        """A record that is not one of this layout at this position is counted (`snapshots_rejected`) and dropped."""
+        try:
+            good = Snapshot.decode(state).position == position
+        except ValueError:
+            good = False
+        if good:
+            self.scheduler.snapshots.add(key, bytes(state))
+        else:
+            self.scheduler.counters["snapshots_rejected"] += 1
+
+    def has_snapshot(self, key: bytes) -> bool:
+        return key in self.scheduler.snapshots
+
+    def release(self, request: str) -> None:
+        self.scheduler.release(request)
+
+    def cancel(self, request: str) -> bool:
+        return self.scheduler.cancel(request)
+
+    # ------------------------------------------------------------ steps
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def plan(self) -> Plan | None:
+        began = time.perf_counter()
+        plan = self.scheduler.schedule()
+        self._meter.add("schedule", time.perf_counter() - began)
+        return plan
+
+    def execute(self, plan: Plan) -> Result:
+        began = time.perf_counter()
+        result = self.runner.execute(plan)
+        result.seconds["execute"] = time.perf_counter() - began
+        return result
+
+    def apply(self, plan: Plan, result: Result) -> list[api.Event]:
+        began = time.perf_counter()
+        events = self.scheduler.commit(plan, result)
+        self._meter.step(plan, result, time.perf_counter() - began)
+        return events
+
+    def fail(self, plan: Plan | None, error: BaseException) -> list[api.Event]:
+        return self.scheduler.abort(plan, "internal", f"the engine's step failed: {error!r}")
+
+    def step(self) -> list[api.Event]:
+        """Plan, execute and apply in this thread. Empty when nothing can run."""
+        plan = self.plan()
+        if plan is None:
+            return []
+        try:
+            result = self.execute(plan)
+        except Exception as error:
+            return self.fail(plan, error)
+        return self.apply(plan, result)
+
+    # ------------------------------------------------------------ what is known
+
+    def owners(self) -> dict[int, int]:
+        out = self.scheduler.owners()
+        for reservation, resident in self._reserved.values():
+            for block in resident + reservation.blocks:
+                out[block] = out.get(block, 0) + 1
+        return out
+
+    def stats(self) -> dict[str, float]:
+        scheduler = self.scheduler
+        waiting = sum(s.prompt_len for s in scheduler.waiting if s.image is None)
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "pinned": len(scheduler.pinned),
+            "reserved": len(self._reserved),
+            "queued_tokens": waiting + sum(max(0, s.prompt_len - s.computed) for s in scheduler.running),
+            "free_slots": len(scheduler.free_slots),
+            "snapshots": len(scheduler.snapshots),
+            "snapshot_bytes": scheduler.snapshots.bytes,
+            "swapped_bytes": scheduler.swapped_bytes,
+            **scheduler.counters,
+            **self._meter.read(),
+        }
+
+    def _reservation(self, reservation: api.Reservation) -> list[int]:
+        entry = self._reserved.get(reservation.slot)
+        if entry is None or entry[0] is not reservation:
+            raise ValueError(f"request {reservation.request!r}: this reservation is not open here")
+        return entry[1]
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if len(ids) and not 0 <= min(ids) <= max(ids) < self.info.vocab_size:
+            bad = next(i for i in ids if not 0 <= i < self.info.vocab_size)
+            raise ValueError(f"token ids are from 0 to {self.info.vocab_size - 1}; got {bad}")
+
+
+class _Meter:
+    """Where time goes: sums for benchmarks, decayed averages (last ~20 steps) for routing."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds: dict[str, float] = {}
+        self.step_seconds = 0.0  # of a step that only decodes
+        self._rows = self._rows_seconds = 0.0
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def step(self, plan: Plan, result: Result, post: float) -> None:
+        self.steps += 1
+        self.add("post", post)
+        for name, seconds in result.seconds.items():
+            self.add(name, seconds)
+        took = result.seconds["execute"]
+        if plan.rows_planned > len(plan.rows):  # some row is a prompt's
+            self._rows = 0.95 * self._rows + plan.rows_planned
+            self._rows_seconds = 0.95 * self._rows_seconds + took
+        elif plan.rows:
+            self.step_seconds += (took - self.step_seconds) * (0.05 if self.step_seconds else 1.0)
+
+    def read(self) -> dict[str, float]:
+        return {
+            "steps": self.steps,
+            "prefill_tokens_per_second": self._rows / self._rows_seconds if self._rows_seconds else 0.0,
+            "step_seconds": self.step_seconds,
+            **{f"seconds_{name}": value for name, value in self.seconds.items()},
+        }

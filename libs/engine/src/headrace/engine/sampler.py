@@ -1,0 +1,225 @@
+"""From logits to tokens: penalties, temperature, top-k, top-p, min-p, keyed noise, and the raw model's log-probabilities.
+
+    modified = logits with forbidden tokens at -inf, then penalties
+    scores   = modified / temperature, cut to the top k, then to the smallest set with mass top_p, then to p >= min_p * p_max
+    token    = argmax(scores + gumbel(seed, choice, position))          temperature 0: argmax(modified)
+
+Each row is computed as if it were alone: nothing is reduced across rows, ties go to the lower id, and the noise is a function
+of (seed, choice, position, purpose, id). Knows logits and `Draw`s. Does not know sequences, batches or stops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from . import rng
+from .api import SamplingParams
+from .sequence import Chosen
+
+GREEDY_BELOW = 1e-5  # temperatures below this are 0
+CANDIDATES = 1024  # first look for top-p: nearly always enough, and rows that need more get the whole vocabulary
+
+
+@dataclass(slots=True)
+class Draw:
+    """One token to choose: everything the choice depends on except the logits."""
+
+    params: SamplingParams
+    choice: int
+    position: int  # absolute, of the token that is chosen
+    ids: Sequence[int]  # all tokens before it, prompt first
+    prompt_len: int
+
+    @property
+    def greedy(self) -> bool:
+        return self.params.temperature < GREEDY_BELOW
+
+    @property
+    def filtered(self) -> bool:
+        return self.params.top_p < 1.0 or self.params.top_k > 0
+
+
+def sample(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> list[Chosen]:
+    """logits [R, V] fp32, one row per draw. They are left unchanged."""
+    modified = _modify(logits, draws, eos_token_ids)
+    tokens = [0] * len(draws)
+    greedy = [i for i, draw in enumerate(draws) if draw.greedy]
+    plain = [i for i, draw in enumerate(draws) if not draw.greedy and not draw.filtered]
+    filtered = [i for i, draw in enumerate(draws) if not draw.greedy and draw.filtered]
+    for rows, choose in ((greedy, _argmax), (plain, _draw), (filtered, _draw_filtered)):
+        if rows:
+            part = modified if len(rows) == len(draws) else modified[rows]
+            for row, token in zip(rows, choose(part, [draws[i] for i in rows]), strict=True):
+                tokens[row] = token
+    chosen = [Chosen(token) for token in tokens]
+    _report(logits, draws, chosen)
+    return chosen
+
+
+# ---------------------------------------------------------------- what may be chosen
+
+
+def _modify(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> torch.Tensor:
+    """Penalties and tokens forbidden by min_tokens. Returns `logits` itself when no row asks for any."""
+    rows, columns, values = [], [], []
+    for row, draw in enumerate(draws):
+        params = draw.params
+        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
+            seen, value = _penalise(logits[row], draw)
+            rows += [row] * len(seen)
+            columns.append(seen)
+            values.append(value)
+    forbidden = [(row, token) for row, draw in enumerate(draws) for token in _forbidden(draw, eos_token_ids)]
+    if not rows and not forbidden:
+        return logits
+    out = logits.clone()
+    if rows:
+        at = torch.tensor(rows, device=out.device), torch.cat(columns)
+        out[at] = torch.cat(values)
+    if forbidden:
+        at = torch.tensor(forbidden, device=out.device)
+        out[at[:, 0], at[:, 1]] = -math.inf
+    return out
+
+
+def _penalise(logits: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids seen so far, their new logits). Repetition counts prompt and output (Keskar et al. 2019: divide positive logits,
+    multiply negative ones), presence and frequency only the output."""
+    params = draw.params
+    ids = np.asarray(draw.ids, dtype=np.int64)
+    seen, counts = np.unique(ids, return_counts=True)
+    inside = seen < logits.shape[0]
+    seen, counts = seen[inside], counts[inside]
+    prompt, prompt_counts = np.unique(ids[: draw.prompt_len], return_counts=True)
+    shared = np.isin(seen, prompt, assume_unique=True)
+    counts[shared] -= prompt_counts[np.isin(prompt, seen, assume_unique=True)]
+    seen_t = torch.from_numpy(seen).to(logits.device)
+    output = torch.from_numpy(counts).to(logits)
+    value = logits[seen_t]
+    value = torch.where(value > 0, value / params.repetition_penalty, value * params.repetition_penalty)
+    value -= params.frequency_penalty * output + params.presence_penalty * (output > 0)
+    return seen_t, value
+
+
+def _forbidden(draw: Draw, eos_token_ids: Sequence[int]) -> Sequence[int]:
+    """Tokens that would stop an output shorter than min_tokens."""
+    params = draw.params
+    if params.min_tokens <= draw.position - draw.prompt_len:
+        return ()
+    return sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
+
+
+# ---------------------------------------------------------------- how it is chosen
+
+
+def _argmax(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    return logits.argmax(-1).tolist()
+
+
+def _draw(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Temperature, perhaps min-p, over the whole vocabulary."""
+    scores = _scale(logits, draws)
+    index = torch.arange(logits.shape[-1], device=logits.device)
+    return (_min_p(scores, draws) + rng.gumbel(_streams(draws, logits.device), index)).argmax(-1).tolist()
+
+
+def _draw_filtered(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Top-k and top-p over the most likely candidates; a row whose mass top_p is not among them gets the whole vocabulary."""
+    vocab = logits.shape[-1]
+    width = min(vocab, max([CANDIDATES, *(draw.params.top_k for draw in draws)]))
+    scores = _scale(logits, draws)
+    index, kept, whole = _candidates(scores, draws, width)
+    if width < vocab and not all(whole):
+        short = [i for i, done in enumerate(whole) if not done]
+        tokens = [0] * len(draws)
+        fits = [i for i, done in enumerate(whole) if done]
+        if fits:
+            for row, token in zip(fits, _pick(index[fits], kept[fits], [draws[i] for i in fits]), strict=True):
+                tokens[row] = token
+        few = [draws[i] for i in short]
+        index, kept, _ = _candidates(scores[short], few, vocab)
+        for row, token in zip(short, _pick(index, kept, few), strict=True):
+            tokens[row] = token
+        return tokens
+    return _pick(index, kept, draws)
+
+
+def _candidates(
+    scores: torch.Tensor, draws: Sequence[Draw], width: int
+) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
+    """The `width` best of each row, best first, those cut away at -inf: (ids [R, W], scores [R, W], whether that is enough)."""
+    index = _best(scores, width)
+    best = scores.gather(-1, index)
+    params = [draw.params for draw in draws]
+    top_k = _column([p.top_k or scores.shape[-1] for p in params], scores.device, torch.int64)
+    top_p = _column([p.top_p for p in params], scores.device)
+    rank = torch.arange(width, device=scores.device)
+    best = best.masked_fill(rank >= top_k, -math.inf)
+    # mass of what top-k left: all of the row where it is off, for then the rest lies beyond the candidates
+    total = torch.where(top_k >= scores.shape[-1], scores.logsumexp(-1, keepdim=True), best.logsumexp(-1, keepdim=True))
+    mass = (best - total).exp().cumsum(-1)
+    before = mass - (best - total).exp()
+    enough = (top_k <= width) | (mass[:, -1:] >= top_p) | (width == scores.shape[-1])
+    best = best.masked_fill((before >= top_p) & (rank > 0), -math.inf)
+    return index, _min_p(best, draws), enough.squeeze(-1).tolist()
+
+
+def _best(scores: torch.Tensor, width: int) -> torch.Tensor:
+    """Ids of the `width` highest scores, highest first, the lower id first among equals: [R, width].
+
+    Scores are ranked as integers made of (score, id), so that no tie is left to the implementation of topk."""
+    bits = scores.float().view(torch.int32).long()
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # a signed integer that sorts like the float
+    vocab = scores.shape[-1]
+    ranked = (ordered << 32) + (vocab - 1 - torch.arange(vocab, device=scores.device))
+    return vocab - 1 - (torch.topk(ranked, width, sorted=True).values & 0xFFFFFFFF)
+
+
+def _pick(index: torch.Tensor, scores: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Gumbel-max over candidates `index` [R, W]."""
+    best = (scores + rng.gumbel(_streams(draws, scores.device), index)).argmax(-1, keepdim=True)
+    return index.gather(-1, best).squeeze(-1).tolist()
+
+
+def _scale(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    return logits.double() / _column([draw.params.temperature for draw in draws], logits.device)
+
+
+def _min_p(scores: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    if not any(draw.params.min_p > 0 for draw in draws):
+        return scores
+    floor = _column([math.log(p) if (p := draw.params.min_p) > 0 else -math.inf for draw in draws], scores.device)
+    return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + floor, -math.inf)
+
+
+def _streams(draws: Sequence[Draw], device: torch.device) -> torch.Tensor:
+    keys = [rng.key(draw.params.seed, draw.choice, draw.position, rng.Purpose.SAMPLE) for draw in draws]
+    return rng.keys(keys, device).unsqueeze(-1)
+
+
+def _column(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=device).unsqueeze(-1)
+
+
+# ---------------------------------------------------------------- what is told about it
+
+
+def _report(logits: torch.Tensor, draws: Sequence[Draw], chosen: Sequence[Chosen]) -> None:
+    """Log-probabilities of the unmodified logits, where asked for."""
+    rows = [i for i, draw in enumerate(draws) if draw.params.logprobs >= 0]
+    if not rows:
+        return
+    logprobs = torch.log_softmax(logits[rows].float(), dim=-1)
+    own = logprobs.gather(-1, torch.tensor([[chosen[i].token] for i in rows], device=logits.device)).squeeze(-1).tolist()
+    width = min(max(draws[i].params.logprobs for i in rows), logits.shape[-1])
+    index = _best(logprobs, width) if width else None
+    ids, values = (index.tolist(), logprobs.gather(-1, index).tolist()) if width else ([], [])
+    for at, row in enumerate(rows):
+        k = draws[row].params.logprobs
+        chosen[row].logprob = own[at]
+        chosen[row].top = list(zip(ids[at][:k], values[at][:k], strict=True)) if k else []

@@ -1,0 +1,151 @@
+"""One choice of one request, and the step that runs many of them, as data.
+
+Knows positions, blocks and slots of a sequence. Does not know tensors, policy or the model. The rows of a sequence are its
+prompt and the tokens sampled so far; row i holds the id at position i.
+
+    0 ......... write_floor ......... computed ......... prompt_len ......... len(ids)
+      resident    (cached tokens)       next row to run     first sampled token
+
+A replay begins `computed` below `write_floor`: those rows run again, and leave the paged entries alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from .api import EngineRequest
+from .batch import Segment
+
+
+class Status(Enum):
+    WAITING = auto()  # in the queue: new, or preempted with an image
+    RUNNING = auto()  # owns a slot and blocks
+    PINNED = auto()  # PREFILL: computed; its blocks stay until `release`
+    ENDED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A sequence in host memory: its packed state at `position` and the bytes of its blocks (empty: no row is computed)."""
+
+    position: int
+    state: bytes
+    blocks: list[bytes]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.state) + sum(map(len, self.blocks))
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request: EngineRequest
+    ids: list[int]
+    hashes: list[bytes]  # of its full blocks, as far as they are known
+    arrival: int
+    choice: int = 0
+    status: Status = Status.WAITING
+    prompt_len: int = 0
+    max_len: int = 0  # ids at most, by max_tokens and by the model
+    slot: int = -1
+    block_table: list[int] = field(default_factory=list)
+    computed: int = 0
+    announced: int = 0  # leading blocks that have their identity
+    write_floor: int = 0
+    window_floor: int = 0
+    decoder_floor: int = 0
+    replay_rows: int = 0
+    snapshot_hit: bool = False
+    chunks: int = 0  # chunks of the prompt so far
+    hidden: bytes = b""  # fp32, of the last prompt row: the first token is sampled from it without running a row
+    state: bytes | None = None  # of a hand-off that no step has put into the slot yet
+    image: Image | None = None
+    snapshot: tuple[int, bytes] | None = None  # newest state at a block boundary of the output: (position, record)
+    in_step: bool = False  # named by the plan that is being executed
+    dropped: bool = False  # ended while a step runs: its result is thrown away
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Order of service: lower first."""
+        return (self.request.priority, self.arrival, self.choice)
+
+    @property
+    def name(self) -> str:
+        return self.request.request
+
+    @property
+    def prefilling(self) -> bool:
+        return self.computed < self.prompt_len
+
+    @property
+    def output_len(self) -> int:
+        return len(self.ids) - self.prompt_len
+
+
+@dataclass(slots=True)
+class Restore:
+    """Give a slot its state before the rows run: a snapshot's, a hand-off's, an image's, or none."""
+
+    sequence: Sequence
+    position: int
+    state: bytes | memoryview | None
+    blocks: list[tuple[int, bytes]] = field(default_factory=list)  # (physical block, bytes): what a preemption had saved
+    snapshot: bytes = b""  # its key, if that is what is restored
+
+
+@dataclass(slots=True)
+class Row:
+    """A segment of one sequence and what is wanted after it."""
+
+    sequence: Sequence
+    segment: Segment
+    pack: bool = False  # the packed state at segment.stop
+    hidden: bool = False  # the last row's hidden vector as fp32 bytes
+
+
+@dataclass(slots=True)
+class Sample:
+    """A token to choose, from the last row of `row` or, where that is None, from the sequence's handed hidden vector."""
+
+    sequence: Sequence
+    row: int | None
+    position: int  # of the token that is chosen
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step. Carried out in this order: preempt, restore, rows, samples."""
+
+    preempt: list[Sequence] = field(default_factory=list)  # save to host memory; slot and blocks are free after the step
+    fork: list[Sequence] = field(default_factory=list)  # save, but keep running: an image for the other choices
+    restore: list[Restore] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    rows_planned: int = 0
+
+    def sequences(self) -> list[Sequence]:
+        """Everyone whose memory this step touches, once."""
+        touched = [*self.preempt, *(r.sequence for r in self.restore), *(r.sequence for r in self.rows)]
+        return list(dict.fromkeys([*touched, *(s.sequence for s in self.samples)]))
+
+
+@dataclass(slots=True)
+class Chosen:
+    """A sampled token. logprobs: (its log-probability, the most likely (id, log-probability)), of the raw model."""
+
+    token: int
+    logprob: float = 0.0
+    top: list[tuple[int, float]] | None = None
+
+
+@dataclass(slots=True)
+class Result:
+    """What a step gave. Lists are parallel to the plan's; `failed` names sequences whose state could not be restored."""
+
+    tokens: list[Chosen | None] = field(default_factory=list)
+    packed: dict[int, bytes] = field(default_factory=dict)  # index of a row -> state
+    hidden: dict[int, bytes] = field(default_factory=dict)
+    images: dict[Sequence, Image] = field(default_factory=dict)
+    failed: dict[Sequence, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # where the time went: restore, prepare, forward, logits, sample
