@@ -33,19 +33,21 @@ ROLES = ("gateway", "decode", "prefill", "kvstore")  # each must appear in a tim
 REQUEST_BUDGET = 120.0  # seconds for one request
 QUESTION = "What does the passage say about the wheel, and why is the gate opened slowly?"
 PASSAGE = """\
-A head race is the channel that leads water from the river to the wheel. It begins at a weir, where the miller keeps a gate, and
-it runs along the foot of the hill with hardly any fall, so that the water arrives high and quiet. In a wet spring the gate is
-opened only by a hand's breadth; in a dry August it stands wide open and the miller still waits for the pond to fill before he
-lets the stones turn. Nothing is ground in the race itself. All it does is to bring enough water, at the right height, at the right
-time, and to bring it smoothly, because a wheel that is hit by a wave shakes its bearings loose. The wheel hangs below the end of
-the race. Its buckets fill one after another at the top and empty at the bottom, and the weight between the two is what turns the
-shaft. A wheel that is fed too fast spills what it cannot carry; a wheel that is fed too slowly stops between two turns and has to
-be started by hand. So the race and the wheel are built by different people and kept by different rules. The keeper of the race
-looks at the river and at the pond; the keeper of the wheel looks at the stones and at the sacks that wait by the door. Between
-the two there is one small gate with a notch for every finger of water, and whoever opens it says so first. When the keeper of the
-wheel has lowered the stones, he calls, and only then does the keeper of the race lift the gate, slowly, one notch after the other,
-until the wheel runs as it should. In the evening the gate is closed from the other side. What is left in the race is not lost: it
-stands there over night, and in the morning the first turn of the wheel is made with the water of the day before.
+A head race is the channel that leads water from the river to the wheel. It begins at a weir, where the miller keeps a
+gate, and it runs along the foot of the hill with hardly any fall, so that the water arrives high and quiet. In a wet
+spring the gate is opened only by a hand's breadth; in a dry August it stands wide open and the miller still waits for
+the pond to fill before he lets the stones turn. Nothing is ground in the race itself. All it does is to bring enough
+water, at the right height, at the right time, and to bring it smoothly, because a wheel that is hit by a wave shakes
+its bearings loose. The wheel hangs below the end of the race. Its buckets fill one after another at the top and empty
+at the bottom, and the weight between the two is what turns the shaft. A wheel that is fed too fast spills what it
+cannot carry; a wheel that is fed too slowly stops between two turns and has to be started by hand. So the race and
+the wheel are built by different people and kept by different rules. The keeper of the race looks at the river and at
+the pond; the keeper of the wheel looks at the stones and at the sacks that wait by the door. Between the two there is
+one small gate with a notch for every finger of water, and whoever opens it says so first. When the keeper of the
+wheel has lowered the stones, he calls, and only then does the keeper of the race lift the gate, slowly, one notch
+after the other, until the wheel runs as it should. In the evening the gate is closed from the other side. What is
+left in the race is not lost: it stands there over night, and in the morning the first turn of the wheel is made with
+the water of the day before.
 """
 
 
