@@ -1,6 +1,7 @@
 """Two real processes: killed, stopped, late, swept; and a shared-memory directory that is too small."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -244,3 +245,12 @@ async def test_shm_refuses_a_generation_it_finds_disarmed(shm_dir):
     assert owner.view("kv")[0] == ord("a")
     await peer.close()
     await owner.close()
+
+
+def test_the_benchmark_prints_one_json_object():
+    command = [sys.executable, "-m", "headrace.transfer.bench", "--json", "--repeat", "1"]
+    printed = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    assert {(row["kind"], row["what"]) for row in printed["rows"]} == {
+        (kind, what) for kind in ("shm", "tcp") for what in ("write", "read", "blocks")
+    }
+    assert all(row["p50_us"] > 0 and row["gb_per_s"] >= 0 for row in printed["rows"])
