@@ -164,7 +164,9 @@ def test_pools_add_up_whatever_is_cancelled(data):
                 n = data.draw(st.integers(1, 500))
                 ids = [data.draw(st.integers(0, 1))] * n
                 total[f"r{count}"] = prefill = data.draw(st.booleans())
-                engine.submit(request(engine, f"r{count}", ids, prefill_only=prefill, max_tokens=data.draw(st.integers(1, 200))))
+                engine.submit(
+                    request(engine, f"r{count}", ids, prefill_only=prefill, max_tokens=data.draw(st.integers(1, 200)))
+                )
                 count += 1
             case "cancel" if count:
                 engine.cancel(f"r{data.draw(st.integers(0, count - 1))}")

@@ -516,13 +516,15 @@ class SimEngine:
     def _give_up(self, sequence: _Sequence) -> None:
         request = sequence.request.request
         self.cancel(request)
-        self._failed.append(api.Failed(request, "preempted", f"no free block of {self.config.num_blocks}; no other sequence to wait for"))
+        self._failed.append(
+            api.Failed(request, "preempted", f"no free block of {self.config.num_blocks}; no other sequence to wait for")
+        )
 
     def _script(self, sequence: _Sequence) -> None:
         """Choose the answer: a function of prompt, seed and choice alone."""
-        key = sequence.tokens[: sequence.prompt].tobytes() + (
-            sequence.request.sampling.seed & (1 << 64) - 1
-        ).to_bytes(8, "little")
+        key = sequence.tokens[: sequence.prompt].tobytes() + (sequence.request.sampling.seed & (1 << 64) - 1).to_bytes(
+            8, "little"
+        )
         pick = int.from_bytes(_mark(key)[:4], "little") + sequence.choice
         if self.config.echo:
             sequence.stream, sequence.cyclic = sequence.tokens[: sequence.prompt], False
@@ -591,5 +593,3 @@ def _fill(mark: bytes, nbytes: int) -> bytes:
 def _logprob(token: int, k: int) -> tuple[int, float, list[tuple[int, float]]]:
     """Made-up but repeatable: the sampled token, then its successors, each half as likely."""
     return token, -0.5 - (token % 8) / 16, [(token + i, -0.5 - (token % 8) / 16 - i) for i in range(k)]
-
-

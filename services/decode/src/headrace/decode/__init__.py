@@ -1,1 +1,1 @@
-"""Headrace."""
+"""The decode service: grants memory, admits hand-offs, samples every token of a request."""

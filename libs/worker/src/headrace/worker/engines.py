@@ -1,0 +1,81 @@
+"""Makes the engine that the settings name, over memory that peers can write into. Runs in a thread: loading takes a while.
+
+The only place that knows that there are two engines. torch is imported here and only for the real one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from headrace.engine import api
+
+from .settings import WorkerSettings
+
+log = structlog.get_logger()
+
+Register = Callable[[str, int], memoryview]  # (region, bytes) -> memory of this process that peers may reach
+
+
+def build(settings: WorkerSettings, role: str, register: Register) -> api.Engine:
+    """`role`: prefill | decode. Raises StartError-worthy ValueError / OSError that names what is wrong."""
+    engine = _simulated(settings, register) if settings.engine == "sim" else _real(settings, role, register)
+    info = engine.info
+    log.info("engine ready", engine=info.kind, model=info.model_name, blocks=info.num_blocks, block_bytes=info.block_bytes,
+             layout=info.layout_id, checkpoint=info.checkpoint, max_model_len=info.max_model_len)  # fmt: skip
+    return engine
+
+
+def _simulated(settings: WorkerSettings, register: Register) -> api.Engine:
+    from .sim import SimConfig, SimEngine, load_script
+
+    config = SimConfig(
+        num_blocks=settings.num_blocks,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len or 131_072,
+        block_bytes=settings.sim_block_bytes,
+        state_bytes=settings.sim_state_bytes,
+        vocab_size=settings.sim_vocab_size,
+        eos_token_ids=(settings.sim_eos,),
+        prefill_seconds_per_token=settings.sim_prefill_seconds,
+        decode_step_seconds=settings.sim_step_seconds,
+        max_snapshots=settings.snapshots,
+        script=load_script(settings.sim_script) if settings.sim_script else (),
+        echo=settings.sim_echo,
+        model_name=settings.sim_model,
+    )
+    return SimEngine(config, register("kv", config.num_blocks * config.block_bytes))
+
+
+def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine:
+    os.environ.setdefault("OMP_NUM_THREADS", str(settings.compute_threads))
+    started = time.monotonic()
+    log.info("importing torch")
+    import torch
+
+    from headrace.engine import EngineConfig, EngineCore, load_model
+
+    torch.set_num_threads(settings.compute_threads)
+    log.info("loading", model=settings.model, threads=settings.compute_threads)
+    model: Any = load_model(
+        settings.model,
+        kv_store=settings.kv_format,
+        numerics=settings.numerics,
+        batch_invariant=settings.batch_invariant,
+        device=settings.device,
+    )
+    log.info("loaded", seconds=round(time.monotonic() - started, 2))
+    config = EngineConfig(
+        role=role,
+        num_blocks=settings.num_blocks,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len or None,
+        max_snapshots=settings.snapshots,
+    )
+    return EngineCore(model, config, kv_buffer=register("kv", model.spec.block_bytes * settings.num_blocks))

@@ -1,0 +1,326 @@
+"""The life that prefill and decode share: engine, registered memory, output to gateways, KV events, the audit of memory.
+
+Knows how a worker starts (bus, memory, engine in a thread, kvstore client, peers) and what it tells about itself. Does not know
+hand-offs: the two services own those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from typing import Any, ClassVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from headrace.bus import BusError, Peers, Prober, Service, StartError, subjects
+from headrace.bus import messages as m
+from headrace.engine import api
+from headrace.transfer import Links, Memory, TransferError
+
+from .engines import build
+from .host import EngineHost
+from .kvclient import KvStoreClient, Limits
+from .settings import WorkerSettings
+
+PAGE = 16_384  # hashes in one answer of `blocks`
+TOMBSTONE_SECONDS = 60.0
+MAX_TOMBSTONES = 65_536
+
+
+class WorkerService(Service):
+    """Subclasses give `verbs`, `handle_events`, `tick`, `owners`, and `prepare` (after the engine, before ready)."""
+
+    Settings: ClassVar[type[WorkerSettings]] = WorkerSettings
+    settings: WorkerSettings
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        super().__init__(settings)
+        self.engine: api.Engine = None  # type: ignore[assignment]  # set by start()
+        self.host: EngineHost = None  # type: ignore[assignment]
+        self.memory: Memory = None  # type: ignore[assignment]
+        self.links: Links = None  # type: ignore[assignment]
+        self.store: KvStoreClient = None  # type: ignore[assignment]
+        self.kv: memoryview = None  # type: ignore[assignment]
+        self.outbox: Outbox = None  # type: ignore[assignment]
+        self.peers: Peers = None  # type: ignore[assignment]
+        self.prober: Prober = None  # type: ignore[assignment]
+        self.address = b""
+        self.tombstones = Tombstones()
+        self.event_seq = 0
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        await super().start()
+        settings = self.settings
+        try:
+            self.memory = Memory(
+                self.instance,
+                shm_dir=settings.shm_dir,
+                kinds=settings.transports,
+                tcp_host=settings.tcp_host or _reachable(settings.host),
+                tcp_port=settings.tcp_port,
+                tcp_bind=settings.host,
+            )
+            await self.memory.start()
+            self.engine = await asyncio.to_thread(build, settings, self.role, self._register)
+        except (ValueError, OSError, TransferError) as error:
+            raise StartError(str(error)) from error
+        self.host = EngineHost(self.engine, self.handle_events, self._ticked)
+        self.outbox = Outbox(self)
+        self.peers = Peers(self.bus)
+        self.prober = Prober(self.bus, self.instance, self.peer_died)
+        self.links = Links(self.memory.incarnation, settings.transports, settings.shm_dir)
+        self.store = KvStoreClient(
+            self.bus, self.instance, self.links, self.kv, self.engine, self._find_store,
+            Limits(wait=settings.kvstore_wait), self.trace,
+        )  # fmt: skip
+        self.prepare()
+        self.address = self.memory.address()
+        await self.peers.start()
+        self.prober.start()
+        self.store.start()
+        self.host.start()
+        self.metrics.register(_WorkerCollector(self))
+        self.set_state("ready")
+
+    async def stop(self) -> None:
+        if self.host is not None:
+            await self.host.stop()
+        for part in (self.store, self.prober, self.peers):
+            if part is not None:
+                await part.stop()
+        if self.links is not None:
+            await self.links.close()
+        await super().stop()
+        if self.memory is not None:
+            await self.memory.close()
+
+    def prepare(self) -> None:
+        """Register more memory, make tables. The engine is there, commands are still refused."""
+
+    def _register(self, name: str, nbytes: int) -> memoryview:
+        self.kv = self.memory.register(name, nbytes)
+        return self.kv
+
+    def _find_store(self) -> m.Presence | None:
+        if not self.settings.kvstore:
+            return None
+        return next(iter(self.peers.by_role("kvstore")), None)
+
+    # ------------------------------------------------------------ what subclasses say
+
+    def handle_events(self, events: list[api.Event]) -> None:
+        raise NotImplementedError
+
+    def tick(self, now: float) -> None:
+        """Sweeps, every 20 ms, also when idle."""
+
+    def owners(self) -> dict[int, int]:
+        """References to blocks that this service itself holds (the engine's and the kvstore client's not)."""
+        return {}
+
+    def peer_died(self, instance: str, why: str) -> None:
+        """A probed peer is dead."""
+
+    def debts(self) -> dict[str, int]:
+        """Everything that must be 0 when nothing is going on."""
+        return {}
+
+    # ------------------------------------------------------------ what a worker says about itself
+
+    def progress(self) -> int:
+        return self.host.steps if self.host is not None else 0
+
+    def load(self) -> m.Load:
+        if self.engine is None:
+            return m.Load()
+        stats, pool = self.engine.stats(), self.engine.pool
+        return m.Load(
+            running=int(stats["running"]),
+            waiting=int(stats["waiting"]),
+            queued_tokens=int(stats["queued_tokens"]),
+            free_blocks=pool.available,
+            total_blocks=pool.total,
+            tokens_per_second=stats.get("prefill_tokens_per_second", 0.0),
+            step_seconds=stats.get("step_seconds", 0.0),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        if self.engine is None:
+            return {}
+        info = self.engine.info
+        return {
+            "model": info.model_name,
+            "engine": info.kind,
+            "layout_id": info.layout_id,
+            "checkpoint": info.checkpoint,
+            "block_tokens": info.block_tokens,
+            "block_bytes": info.block_bytes,
+            "max_model_len": info.max_model_len,
+            "memory": self.address,
+            "out_seq": self.outbox.seq if self.outbox is not None else {},
+            "event_seq": self.event_seq,
+        }
+
+    @property
+    def draft(self) -> bool:
+        return bool(self.engine.info.extra.get("draft", False))
+
+    def mismatch(self, layout_id: str, checkpoint: str, draft: bool, who: str) -> m.Refused | None:
+        """A refusal that names both values when a peer's memory would not mean the same here."""
+        info = self.engine.info
+        for what, theirs, ours in (
+            ("KV layout", layout_id, info.layout_id),
+            ("checkpoint", checkpoint, info.checkpoint),
+            ("draft model", draft, self.draft),
+        ):
+            if theirs != ours:
+                return m.Refused(
+                    "mismatch",
+                    f"{what} differs: {who} has {theirs!r}, {self.instance} has {ours!r}; "
+                    "start both with the same --model, --numerics, --kv-format and engine",
+                )
+        return None
+
+    def not_ready(self) -> m.Refused | None:
+        if self.state in ("ready", "stalled"):
+            return None
+        return m.Refused(
+            "draining" if self.state == "draining" else "busy", f"{self.instance} is {self.state}", self.load(), 1.0
+        )
+
+    # ------------------------------------------------------------ events of blocks, audit
+
+    def blocks(self, message: m.KvSnapshot) -> m.KvBlocks:
+        """One page of resident hashes. `seq` names the last event that the page already contains."""
+        self._publish_kv_events()
+        hashes = self.engine.pool.resident()
+        page = hashes[message.start : message.start + PAGE]
+        end = message.start + PAGE
+        return m.KvBlocks(self.epoch, self.event_seq, b"".join(page), end if end < len(hashes) else -1)
+
+    def audit(self, message: m.Message) -> m.Done:
+        """Walk the owners of all blocks and compare with the pool's books. -> Done(JSON)"""
+        pool = self.engine.pool
+        report: dict[str, Any] = {
+            "ok": True, "error": "", "total": pool.total, "free": pool.free, "used": pool.used, "cached": pool.cached,
+            "quarantined": pool.quarantined, **self.debts(),
+        }  # fmt: skip
+        owners: dict[int, int] = {}
+        for source in (self.engine.owners(), self.store.owners(), self.owners()):
+            for block, count in source.items():
+                owners[block] = owners.get(block, 0) + count
+        try:
+            pool.check(owners)
+        except AssertionError as error:
+            report |= {"ok": False, "error": str(error)}
+        return m.Done(json.dumps(report))
+
+    def _ticked(self) -> None:
+        self.tick(time.monotonic())
+        self._publish_kv_events()
+
+    def _publish_kv_events(self) -> None:
+        stored, removed = self.engine.pool.take_events()
+        if not stored and not removed:
+            return
+        self.event_seq += 1  # also when it can't be sent: a gap is seen and repaired
+        message = m.KvEvents(self.instance, self.epoch, self.event_seq, b"".join(stored), b"".join(removed))
+        try:
+            self.bus.publish(subjects.kv_events(self.instance), message)
+        except BusError as error:
+            self.log.warning("KV events lost", error=str(error))
+
+
+def _reachable(host: str) -> str:
+    """What others connect to when we listen on `host`: every address means this machine's own."""
+    return socket.gethostbyname(socket.gethostname()) if host in ("0.0.0.0", "::", "") else host
+
+
+class Outbox:
+    """Entries for gateways, gathered and sent as one `Out` per gateway when `flush` is called (once per step)."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._entries: dict[str, list[m.OutEntry]] = {}
+        self.seq: dict[str, int] = {}  # gateway -> last Out.seq
+        self._soon: asyncio.Handle | None = None
+
+    def add(self, gateway: str, entry: m.OutEntry) -> None:
+        entries = self._entries.get(gateway)
+        if entries is None:
+            self._entries[gateway] = [entry]
+        else:
+            entries.append(entry)
+
+    def add_soon(self, gateway: str, entry: m.OutEntry) -> None:
+        """For entries outside a step: sent in this loop turn."""
+        self.add(gateway, entry)
+        if self._soon is None:
+            self._soon = asyncio.get_running_loop().call_soon(self.flush)
+
+    def flush(self) -> None:
+        self._soon = None
+        if not self._entries:
+            return
+        batch, self._entries = self._entries, {}
+        service = self._service
+        for gateway, entries in batch.items():
+            seq = self.seq.get(gateway, 0) + 1
+            self.seq[gateway] = seq  # counts what was lost too: that is how the gateway notices and asks again
+            try:
+                service.bus.publish(subjects.out(gateway), m.Out(service.instance, service.epoch, seq, entries))
+            except BusError as error:
+                service.log.warning("output lost; the gateway will ask for it", gateway=gateway, error=str(error))
+
+    def forget(self, gateway: str) -> None:
+        self.seq.pop(gateway, None)
+
+
+class Tombstones:
+    """Attempts that were cancelled before they were known. Bounded in number and time."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, float] = {}
+
+    def add(self, key: str) -> None:
+        self._until.pop(key, None)
+        self._until[key] = time.monotonic() + TOMBSTONE_SECONDS
+        if len(self._until) > MAX_TOMBSTONES:
+            del self._until[next(iter(self._until))]
+
+    def __contains__(self, key: str) -> bool:
+        return self._until.get(key, 0.0) > time.monotonic()
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def sweep(self, now: float) -> None:
+        while self._until and next(iter(self._until.values())) <= now:
+            del self._until[next(iter(self._until))]
+
+
+class _WorkerCollector:
+    """Prometheus: pool, engine and kvstore client, read when somebody asks."""
+
+    def __init__(self, service: WorkerService) -> None:
+        self._service = service
+
+    def describe(self) -> list:
+        return []
+
+    def collect(self) -> Any:
+        service, pool = self._service, self._service.engine.pool
+        blocks = GaugeMetricFamily("headrace_blocks", "KV blocks by place", labels=["role", "engine", "place"])
+        for place in ("free", "used", "cached", "quarantined"):
+            blocks.add_metric([service.role, service.engine.info.kind, place], getattr(pool, place))
+        yield blocks
+        for name, value in service.engine.stats().items():
+            yield GaugeMetricFamily(f"headrace_engine_{name}", f"engine: {name}", value=float(value))
+        for name, value in service.store.counters.items():
+            yield CounterMetricFamily(f"headrace_kvstore_client_{name}", f"kvstore client: {name}", value=float(value))
+        for name, value in service.debts().items():
+            yield GaugeMetricFamily(f"headrace_{service.role}_{name}", f"{service.role}: {name}", value=float(value))

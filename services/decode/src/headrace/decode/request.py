@@ -1,0 +1,98 @@
+"""One attempt at a request on the decode side: what it holds, what it has said.
+
+Knows its memory, its output and its usage. Does not know the bus. Its actor is `DecodeService`: all its events (admit, bind, commit,
+cancel, tokens, expiry) are handled on one loop, each to its end, so they are in order without a queue or a task per request.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+
+from headrace.bus import messages as m
+from headrace.engine import api
+
+from .landing import Ticket
+
+
+class Phase(Enum):
+    """CREDIT: counted, resident prefix pinned. BOUND: memory taken, ticket out. RUNNING: sampled. OVER: nothing is held."""
+
+    CREDIT = "credit"
+    BOUND = "bound"
+    RUNNING = "running"
+    OVER = "over"
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """Output of one choice, kept so that a gap can be repaired."""
+
+    ids: array = field(default_factory=lambda: array("I"))
+    logprobs: list[m.TokenLogprob] | None = None
+    sampled: int = 0  # tokens, the EOS that is not part of `ids` included
+    finish: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One attempt. `key` is its name in the engine: unique per attempt."""
+
+    key: str
+    admit: m.Admit
+    hashes: list[bytes]
+    sampling: api.SamplingParams
+    deadline: float  # time.monotonic seconds
+    began: float
+    promised: int  # blocks that binding will take
+    phase: Phase = Phase.CREDIT
+    pins: list[int] = field(default_factory=list)
+    reservation: api.Reservation | None = None
+    ticket: Ticket | None = None
+    choices: list[Choice] = field(default_factory=list)
+    usage: m.Usage | None = None  # the prompt's part, from prefill
+    problem: m.Problem | None = None
+    admitted: float = 0.0
+    first_token: float = 0.0
+    forget_at: float = 0.0
+
+    @property
+    def open_choices(self) -> int:
+        return sum(not choice.finish for choice in self.choices)
+
+    def total_usage(self, keep: dict[int, int] | None = None) -> m.Usage:
+        """Prompt part plus tokens sampled; `keep`: tokens that count, by choice."""
+        prompt = self.usage or m.Usage(prompt_tokens=self.admit.prompt_tokens)
+        keep = keep or {}
+        counted = (min(keep.get(i, c.sampled), c.sampled) for i, c in enumerate(self.choices))
+        return m.Usage(
+            prompt.prompt_tokens,
+            sum(counted),
+            prompt.cached_tokens,
+            prompt.computed_rows,
+            prompt.replay_rows,
+            prompt.hit_source,
+        )
+
+    def nbytes(self) -> int:
+        return 256 + sum(4 * len(c.ids) + 100 * len(c.logprobs or ()) for c in self.choices)
+
+
+def sampling_params(wire: m.Sampling) -> api.SamplingParams:
+    return api.SamplingParams(
+        temperature=wire.temperature,
+        top_p=wire.top_p,
+        top_k=wire.top_k,
+        min_p=wire.min_p,
+        presence_penalty=wire.presence_penalty,
+        frequency_penalty=wire.frequency_penalty,
+        repetition_penalty=wire.repetition_penalty,
+        seed=wire.seed,
+        max_tokens=wire.max_tokens,
+        min_tokens=wire.min_tokens,
+        stop_token_ids=wire.stop_token_ids,
+        ignore_eos=wire.ignore_eos,
+        logprobs=wire.logprobs,
+        n=wire.n,
+    )

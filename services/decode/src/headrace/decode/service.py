@@ -1,0 +1,625 @@
+"""The decode service: grants memory, admits hand-offs, samples every token of a request.
+
+Reads in the order of a request's life: admit, bind, commit, tokens, finish; then what ends it early (cancel, fail, expiry, a dead
+gateway or writer); then the sweeps. Each handler runs to its end on the loop, so a request's events are consumed in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Annotated, Any
+from zlib import crc32
+
+from headrace.bus import Meta
+from headrace.bus import messages as m
+from headrace.bus.errors import BusError
+from headrace.engine import api
+from headrace.kv.hashing import content_binding
+from headrace.worker import slab
+from headrace.worker.service import WorkerService
+from headrace.worker.settings import WorkerSettings
+
+from .landing import Landing, State, Ticket
+from .request import Choice, Phase, Request, sampling_params
+
+FINISHED_SECONDS = 30.0  # a finished output can be asked for again
+FINISHED_BYTES = 64 << 20
+FLAG_GRACE = 0.05  # seconds that a flag waits for its record before we ask the writer
+ASK_SECONDS = 0.5  # between questions to a writer that still holds quarantined memory
+DEATH_SECONDS = 0.2  # between checks whether writers live
+INLINE_BYTES = 64 << 10  # more than this is checked in a thread
+
+
+class DecodeSettings(WorkerSettings):
+    slab_slots: Annotated[int, Meta(ge=0, description="hand-offs in flight; 0: as many as sequences")] = 0
+    ticket_seconds: Annotated[float, Meta(gt=0, description="lease of a hand-off; its writer renews it")] = 5.0
+    growth_tokens: Annotated[int, Meta(ge=0, description="room per choice that admission keeps for output")] = 256
+
+
+@dataclass(slots=True)
+class Gateway:
+    """A gateway with work here: its requests live as long as it does."""
+
+    epoch: int
+    requests: set[str]
+
+
+class DecodeService(WorkerService):
+    role = "decode"
+    description = "Grants memory to prefill workers, admits hand-offs, samples every token."
+    Settings = DecodeSettings
+    settings: DecodeSettings
+
+    def __init__(self, settings: DecodeSettings) -> None:
+        super().__init__(settings)
+        self.landing: Landing = None  # type: ignore[assignment]  # set by prepare()
+        self.requests: dict[str, Request] = {}  # live, by key
+        self.attempts: dict[str, int] = {}  # request -> its live attempt
+        self.finished: OrderedDict[str, Request] = OrderedDict()
+        self.finished_bytes = 0
+        self.gateways: dict[str, Gateway] = {}
+        self.credits_used = 0  # choices of live requests
+        self.promised = 0  # blocks that admitted requests will take when they bind
+        self.counters = dict.fromkeys(
+            ("admitted", "refused", "finished", "cancelled", "failed", "expired", "corrupt", "resumed"), 0
+        )
+        self._looked = 0.0  # when writers' lives were last checked
+        self._asking: set[asyncio.Future] = set()
+
+    def verbs(self) -> dict[str, Any]:
+        return {
+            "admit": self.admit,
+            "bind": self.bind,
+            "commit": self.commit,
+            "cancel": self.cancel,
+            "resume": self.resume,
+            "fail": self.fail_attempt,
+            "writer_done": self.writer_done,
+            "blocks": self.blocks,
+            "audit": self.audit,
+        }
+
+    def prepare(self) -> None:
+        slots = self.settings.slab_slots or self.engine.info.max_num_seqs
+        self.landing = Landing(self.memory, self.kv, self.engine, slots, self.settings.ticket_seconds)
+
+    def load(self) -> m.Load:
+        load = super().load()
+        if self.engine is not None:
+            load.credits = max(0, self.engine.info.max_num_seqs - self.credits_used)
+            load.running = len(self.requests)
+        return load
+
+    # ------------------------------------------------------------ admit
+
+    def admit(self, message: m.Admit) -> m.Admitted | m.Refused:
+        """Take a credit and pin what is resident of the prompt."""
+        key = f"{message.request}/{message.attempt}"
+        known = self.requests.get(key)
+        if known is not None:
+            return m.Admitted(self._resident(known), self.load())
+        refusal = self.not_ready() or self._stale(message, key) or self._invalid(message) or self._full(message)
+        if refusal is not None:
+            self.counters["refused"] += 1
+            return refusal
+        older = self.attempts.get(message.request)
+        if older is not None:
+            self._end(self.requests[f"{message.request}/{older}"], "superseded")
+        packed, now = message.block_hashes, time.monotonic()
+        hashes = [packed[i : i + m.HASH_BYTES] for i in range(0, len(packed), m.HASH_BYTES)]
+        pins = self.engine.pool.match(hashes) if hashes else []
+        request = Request(
+            key=key,
+            admit=message,
+            hashes=hashes,
+            sampling=sampling_params(message.sampling),
+            deadline=now + message.deadline,
+            began=now,
+            promised=self._need(message) - len(pins),
+            pins=pins,
+            choices=[Choice() for _ in range(message.sampling.n)],
+        )
+        self.requests[key] = request
+        self.attempts[message.request] = message.attempt
+        self.credits_used += message.sampling.n
+        self.promised += request.promised
+        gateway = self.gateways.get(message.gateway)
+        if gateway is None:
+            gateway = self.gateways[message.gateway] = Gateway(message.gateway_epoch, set())
+            self.prober.watch("gateway", message.gateway)
+        gateway.requests.add(key)
+        self.counters["admitted"] += 1
+        self.trace.event(message.request, "decode.admit", have=len(pins), attempt=message.attempt, client_id=message.client_id)
+        return m.Admitted(len(pins), self.load())
+
+    def _stale(self, message: m.Admit, key: str) -> m.Refused | None:
+        newer = self.attempts.get(message.request, -1) > message.attempt
+        if key in self.tombstones or key in self.finished or newer:
+            return m.Refused("stale", f"attempt {message.attempt} of {message.request} is over")
+        peer = self.peers.get(message.gateway)
+        if peer is not None and peer.epoch != message.gateway_epoch:
+            return m.Refused("stale", f"gateway {message.gateway} is of epoch {peer.epoch}, not {message.gateway_epoch}")
+        return None
+
+    def _invalid(self, message: m.Admit) -> m.Refused | None:
+        info, n, tokens = self.engine.info, message.sampling.n, message.prompt_tokens
+        if not 1 <= tokens < info.max_model_len:
+            return m.Refused("invalid", f"the prompt has {tokens} tokens; 1 to {info.max_model_len - 1} fit")
+        if n < 1 or n > info.max_num_seqs:
+            return m.Refused("invalid", f"n is {n}; 1 to {info.max_num_seqs} choices fit")
+        if len(message.block_hashes) != tokens // info.block_tokens * m.HASH_BYTES:
+            return m.Refused(
+                "invalid", f"{tokens} prompt tokens have {tokens // info.block_tokens} full blocks; "
+                f"{len(message.block_hashes) // m.HASH_BYTES} hashes came"
+            )  # fmt: skip
+        if (need := -(-tokens // info.block_tokens) + n) > info.num_blocks:
+            return m.Refused("invalid", f"the request needs {need} blocks; this instance has {info.num_blocks}")
+        return None
+
+    def _full(self, message: m.Admit) -> m.Refused | None:
+        info, pool = self.engine.info, self.engine.pool
+        if self.credits_used + message.sampling.n > info.max_num_seqs:
+            why = f"{self.credits_used} of {info.max_num_seqs} sequences are taken"
+        elif self._need(message) + self.promised > pool.available + self._resident_blocks(message):
+            why = f"{pool.available} of {pool.total} blocks are free and {self.promised} of them promised; {self._need(message)} needed"
+        else:
+            return None
+        return m.Refused("full", why, self.load(), max(0.01, 4 * self.engine.stats().get("step_seconds", 0.0)))
+
+    def _need(self, message: m.Admit) -> int:
+        """Blocks that the request will take soon: prompt and some room to grow; never more than there are in all."""
+        info, sampling = self.engine.info, message.sampling
+        grow = min(sampling.max_tokens, self.settings.growth_tokens)
+        need = -(-(message.prompt_tokens + grow) // info.block_tokens)
+        if sampling.n > 1:
+            need += (sampling.n - 1) * (1 + grow // info.block_tokens)
+        return min(need, info.num_blocks)
+
+    def _resident_blocks(self, message: m.Admit) -> int:
+        packed = message.block_hashes
+        return self.engine.pool.peek(packed[i : i + m.HASH_BYTES] for i in range(0, len(packed), m.HASH_BYTES))
+
+    @staticmethod
+    def _resident(request: Request) -> int:
+        return request.reservation.have if request.reservation is not None else len(request.pins)
+
+    # ------------------------------------------------------------ bind
+
+    def bind(self, message: m.Bind) -> m.Bound | m.Refused:
+        """Compute starts: memory for everything, or nothing. Repeated by the same writer it renews the ticket's lease."""
+        key = f"{message.request}/{message.attempt}"
+        request = self.requests.get(key)
+        if request is None:
+            code = "stale" if key in self.tombstones or key in self.finished else "unknown"
+            return m.Refused(code, f"attempt {message.attempt} of {message.request} is not here")
+        now = time.monotonic()
+        if request.ticket is not None and request.phase is Phase.BOUND:
+            if request.ticket.wire.writer != message.writer:
+                return m.Refused(
+                    "stale", f"{message.request} is bound to {request.ticket.wire.writer}, not to {message.writer}"
+                )
+            self.landing.renew(request.ticket, now)
+            return m.Bound(request.ticket.wire, self.address)
+        if request.phase is not Phase.CREDIT:
+            return m.Refused("stale", f"{message.request} is {request.phase.value} already")
+        refusal = self.mismatch(message.layout_id, message.checkpoint, message.draft, message.prefill)
+        if refusal is None and message.prompt_tokens != request.admit.prompt_tokens:
+            refusal = m.Refused(
+                "mismatch", f"{message.request}: prefill has {message.prompt_tokens} prompt tokens, decode admitted "
+                f"{request.admit.prompt_tokens}"
+            )  # fmt: skip
+        if refusal is not None:
+            self._problem(request, 500, refusal.code, refusal.message)
+            return refusal
+        reservation = self.engine.reserve(key, request.hashes, message.prompt_tokens)
+        if reservation is None:
+            return m.Refused("full", f"no memory for {message.prompt_tokens} tokens now", self.load(), 0.02)
+        ticket = self.landing.mint(message, key, reservation.have, reservation.blocks, now)
+        if ticket is None:
+            self.engine.abandon(reservation)
+            self.engine.pool.release(reservation.blocks)
+            return m.Refused("full", "all slab slots are taken", self.load(), 0.02)
+        ticket.owner = request
+        self._unpin(request)
+        request.phase, request.reservation, request.ticket = Phase.BOUND, reservation, ticket
+        self.trace.event(message.request, "decode.bound", blocks=len(reservation.blocks), have=reservation.have)
+        return m.Bound(ticket.wire, self.address)
+
+    def _unpin(self, request: Request) -> None:
+        self.engine.pool.release(request.pins)
+        request.pins = []
+        self.promised -= request.promised
+        request.promised = 0
+
+    # ------------------------------------------------------------ commit
+
+    def commit(self, message: m.Commit) -> Any:
+        """Both halves of the gate: this record and the flag in the mailbox. -> Verdict, or an awaitable of it."""
+        ticket = self.landing.tickets.get(message.ticket)
+        if ticket is None:
+            return m.Verdict(self.landing.verdicts.get(message.ticket, "unknown"))
+        wire = ticket.wire
+        if ticket.state is not State.BOUND or message.generation != wire.generation or message.attempt != wire.attempt:
+            if ticket.state is State.QUARANTINED and message.generation == wire.generation:
+                self.landing.writer_let_go(ticket)  # who commits has flushed and writes no more
+                self.host.wake()
+            return m.Verdict("stale")
+        if message.nbytes != len(ticket.blocks) * wire.block_bytes or not 0 < message.slab_bytes <= wire.slab_bytes:
+            return m.Refused(
+                "invalid", f"ticket {wire.ticket} is {len(ticket.blocks) * wire.block_bytes} bytes and a slab of at most "
+                f"{wire.slab_bytes}; the commit says {message.nbytes} and {message.slab_bytes}"
+            )  # fmt: skip
+        ticket.record = message
+        if ticket.checking or not self.landing.flag(ticket):
+            return m.Verdict("pending")  # the tick opens the gate when the flag comes; the writer asks again
+        return self._open(ticket)
+
+    def _open(self, ticket: Ticket) -> Any:
+        """The gate is open: check what was written and let the request run."""
+        if not ticket.record.checksums:
+            return self._run(ticket)
+        if ticket.record.nbytes + ticket.record.slab_bytes <= INLINE_BYTES:
+            return self._run(ticket) if self._checked(ticket, ticket.record) else self._corrupt(ticket, "a checksum differs")
+        ticket.checking = True
+        return self._open_checked(ticket)
+
+    async def _open_checked(self, ticket: Ticket) -> m.Message:
+        good = await asyncio.to_thread(self._checked, ticket, ticket.record)
+        if not self.landing.checked(ticket):
+            return m.Verdict("stale")
+        return self._run(ticket) if good else self._corrupt(ticket, "a checksum differs")
+
+    def _checked(self, ticket: Ticket, record: m.Commit) -> bool:
+        want = array("I")
+        want.frombytes(record.checksums)
+        got = [crc32(self.landing.block(block)) for block in ticket.blocks]
+        got.append(crc32(self.landing.slab_of(ticket)[: record.slab_bytes]))
+        return want.tolist() == got
+
+    def _run(self, ticket: Ticket) -> m.Message:
+        request: Request = ticket.owner
+        record, admit, info = ticket.record, request.admit, self.engine.info
+        try:
+            handoff = slab.unpack(self.landing.slab_of(ticket)[: record.slab_bytes])
+            if len(handoff.ids) != admit.prompt_tokens:
+                raise ValueError(f"the slab has {len(handoff.ids)} ids; {admit.prompt_tokens} were admitted")
+            if content_binding(info.layout_id, admit.namespace, handoff.ids, (), info.checkpoint) != ticket.wire.content:
+                raise ValueError("the slab's ids are not those that the ticket was bound to")
+            handoff.state, handoff.hidden = bytes(handoff.state), bytes(handoff.hidden)  # the slot is free after this
+            wanted = api.EngineRequest(
+                request=request.key,
+                ids=handoff.ids,
+                hashes=request.hashes,
+                sampling=request.sampling,
+                namespace=admit.namespace,
+                priority=admit.priority,
+                deadline=request.deadline,
+            )
+            self.engine.admit(request.reservation, handoff, wanted)
+        except ValueError as error:
+            return self._corrupt(ticket, str(error))
+        request.phase, request.usage, request.admitted = Phase.RUNNING, record.usage, time.monotonic()
+        request.ticket = None
+        self.landing.admitted(ticket)
+        self.host.wake()
+        self.trace.event(
+            admit.request,
+            "decode.admitted",
+            ms=(request.admitted - request.began) * 1e3,
+            bytes=record.nbytes + record.slab_bytes,
+        )
+        return m.Verdict("admitted")
+
+    def _corrupt(self, ticket: Ticket, why: str) -> m.Refused:
+        """What was committed is not what was bound: an error, never an answer. The writer is done, so the memory is free."""
+        request: Request = ticket.owner
+        self.counters["corrupt"] += 1
+        self.log.error("hand-off refused", request=request.admit.request, prefill=ticket.prefill, why=why)
+        self.engine.abandon(request.reservation)
+        self.landing.failed_commit(ticket)
+        request.reservation = request.ticket = None
+        self._problem(request, 502, "corrupt_handoff", f"the hand-off from {ticket.prefill} was refused: {why}")
+        return m.Refused("corrupt", why)
+
+    # ------------------------------------------------------------ tokens
+
+    def handle_events(self, events: list[api.Event]) -> None:
+        """One step's events; everything for one gateway leaves in one message."""
+        for event in events:
+            kind = type(event)
+            if kind is api.Tokens:
+                request = self.requests.get(event.request)
+                if request is not None:
+                    self._tokens(request, event)
+            elif kind is api.Failed:
+                request = self.requests.get(event.request)
+                if request is not None:
+                    request.phase = Phase.OVER  # the engine has let go already
+                    self._problem(request, 503 if event.code == "preempted" else 500, event.code, event.message)
+            elif kind is api.BlocksFilled:
+                request = self.requests.get(event.request) or self.finished.get(event.request)
+                if request is not None:
+                    self.store.fill(event, request.admit.namespace)
+            elif kind is api.SnapshotTaken:
+                request = self.requests.get(event.request) or self.finished.get(event.request)
+                if request is not None:
+                    self.store.snapshot(event, request.admit.namespace)
+        self.outbox.flush()
+
+    def _tokens(self, request: Request, event: api.Tokens) -> None:
+        choice, admit = request.choices[event.choice], request.admit
+        logprobs = None
+        if event.logprobs is not None:
+            logprobs = [m.TokenLogprob(*entry) for entry in event.logprobs]
+            if choice.logprobs is None:
+                choice.logprobs = []
+            choice.logprobs += logprobs
+        choice.ids.extend(event.ids)
+        choice.sampled += len(event.ids) + (event.stop_id >= 0 and event.stop_id not in event.ids[-1:])
+        if not request.first_token:
+            request.first_token = time.monotonic()
+            self.trace.event(admit.request, "decode.first_token", ms=(request.first_token - request.admitted) * 1e3)
+        usage = None
+        if event.finish:
+            choice.finish = event.finish
+            if not request.open_choices:
+                usage = request.total_usage()
+        entry = m.OutEntry(
+            admit.request, admit.attempt, event.choice, event.index, m.pack_ids(event.ids), logprobs, event.finish, usage
+        )
+        self.outbox.add(admit.gateway, entry)
+        if usage is not None:
+            request.phase = Phase.OVER
+            self._forget(request, "finished", tokens=usage.completion_tokens)
+
+    # ------------------------------------------------------------ early ends
+
+    def cancel(self, message: m.Cancel) -> m.Done:
+        """Stop within one step. A text stop (`reason` stop) gets its last entry with the usage that counts."""
+        key = f"{message.request}/{message.attempt}"
+        request = self.requests.get(key)
+        if request is None:
+            if key in self.finished:
+                return m.Done("finished")
+            self.tombstones.add(key)
+            return m.Done("unknown")
+        if message.reason == "stop" and request.phase is Phase.RUNNING:
+            usage = request.total_usage(message.keep)
+            for index, choice in enumerate(request.choices):
+                if not choice.finish:
+                    choice.finish = "stop"
+                    last = request.open_choices == 0
+                    self.outbox.add_soon(
+                        request.admit.gateway,
+                        m.OutEntry(
+                            message.request, message.attempt, index, len(choice.ids), b"", None, "stop", usage if last else None
+                        ),
+                    )
+        self._end(request, message.reason or "cancelled")
+        return m.Done("cancelled")
+
+    def fail_attempt(self, message: m.Fail) -> m.Done:
+        """Prefill's leg failed: nothing more comes. Its memory waits for `writer_done` all the same."""
+        key = f"{message.request}/{message.attempt}"
+        request = self.requests.get(key)
+        if request is None:
+            if key not in self.finished:
+                self.tombstones.add(key)
+            return m.Done("unknown")
+        if request.phase is Phase.RUNNING:
+            return m.Done("running")  # it was admitted: a late doubt of the writer does not undo it
+        problem = message.problem
+        self._problem(request, problem.status, problem.code, problem.message)
+        return m.Done("failed")
+
+    def writer_done(self, message: m.WriterDone) -> m.Done:
+        ticket = self.landing.tickets.get(message.ticket)
+        if ticket is None or ticket.wire.generation != message.generation:
+            return m.Done("unknown")
+        if ticket.state is State.BOUND:  # it gives up without having committed
+            request: Request = ticket.owner
+            self._problem(request, 502, "handoff_aborted", f"{ticket.prefill} gave up the hand-off")
+        if ticket.state is State.QUARANTINED:
+            self.landing.writer_let_go(ticket)
+            self.host.wake()
+        return m.Done("released")
+
+    def _problem(self, request: Request, status: int, code: str, text: str) -> None:
+        """The attempt ends with an error that its gateway hears at once."""
+        admit = request.admit
+        request.problem = m.Problem(status, code, text)
+        self.counters["failed"] += 1
+        entry = m.OutEntry(
+            admit.request, admit.attempt, 0, len(request.choices[0].ids), b"", finish="abort", problem=request.problem
+        )
+        self.outbox.add_soon(admit.gateway, entry)
+        self._end(request, code)
+
+    def _end(self, request: Request, why: str) -> None:
+        """Give back whatever the request holds in its phase."""
+        if request.phase is Phase.CREDIT:
+            self._unpin(request)
+        elif request.phase is Phase.BOUND and request.ticket is not None:
+            ticket, request.ticket = request.ticket, None
+            self.engine.abandon(request.reservation)
+            request.reservation = None
+            self.landing.let_go(ticket)
+            self._ask_writer(ticket, time.monotonic())
+        elif request.phase is Phase.RUNNING:
+            self.engine.cancel(request.key)
+        request.phase = Phase.OVER
+        self.counters["cancelled"] += 1
+        self.host.wake()
+        self._forget(request, why)
+
+    def _forget(self, request: Request, why: str, **data: Any) -> None:
+        """From live to finished; its output stays for a while."""
+        admit, now = request.admit, time.monotonic()
+        del self.requests[request.key]
+        if self.attempts.get(admit.request) == admit.attempt:
+            del self.attempts[admit.request]
+        self.credits_used -= admit.sampling.n
+        gateway = self.gateways.get(admit.gateway)
+        if gateway is not None:
+            gateway.requests.discard(request.key)
+            if not gateway.requests:
+                del self.gateways[admit.gateway]
+                self.prober.unwatch(admit.gateway)
+        self.counters["finished"] += 1
+        request.forget_at = now + FINISHED_SECONDS
+        self.finished[request.key] = request
+        self.finished_bytes += request.nbytes()
+        while self.finished_bytes > FINISHED_BYTES:
+            self._drop_oldest()
+        self.trace.event(admit.request, "decode.finished", ms=(now - request.began) * 1e3, why=why, **data)
+
+    def _drop_oldest(self) -> None:
+        _, request = self.finished.popitem(last=False)
+        self.finished_bytes -= request.nbytes()
+
+    # ------------------------------------------------------------ resume
+
+    def resume(self, message: m.Resume) -> m.Resumed | m.Refused:
+        key = f"{message.request}/{message.attempt}"
+        request = self.requests.get(key) or self.finished.get(key)
+        if request is None:
+            return m.Refused("unknown", f"attempt {message.attempt} of {message.request} is not here")
+        if not 0 <= message.choice < len(request.choices):
+            return m.Refused("invalid", f"choice {message.choice}; the request has {len(request.choices)}")
+        choice, start = request.choices[message.choice], max(0, message.start)
+        self.counters["resumed"] += 1
+        over = request.phase is Phase.OVER
+        entry = m.OutEntry(
+            message.request,
+            message.attempt,
+            message.choice,
+            start,
+            choice.ids[start:].tobytes(),
+            choice.logprobs[start:] if choice.logprobs is not None else None,
+            choice.finish or ("abort" if over else ""),
+            request.total_usage() if over and request.problem is None else None,
+            request.problem,
+        )
+        return m.Resumed([entry])
+
+    # ------------------------------------------------------------ sweeps
+
+    def tick(self, now: float) -> None:
+        """Gates whose flag came late, leases, deadlines, dead writers; every 20 ms, with work or without."""
+        for ticket in list(self.landing.tickets.values()):
+            if ticket.state is State.BOUND:
+                self._scan(ticket, now)
+        if now - self._looked < DEATH_SECONDS:
+            return
+        self._looked = now
+        for request in [r for r in self.requests.values() if r.deadline <= now]:
+            self._problem(request, 504, "deadline", f"not finished within its deadline of {request.admit.deadline:g} s")
+        dead: dict[str, bool] = {}
+        for ticket in list(self.landing.tickets.values()):
+            writer = ticket.wire.writer
+            if writer not in dead:
+                dead[writer] = self.memory.is_dead(writer)
+            if dead[writer]:
+                self._writer_died(ticket)
+            elif ticket.state is State.QUARANTINED and now - ticket.asked > ASK_SECONDS:
+                self._ask_writer(ticket, now)
+        while self.finished and next(iter(self.finished.values())).forget_at <= now:
+            self._drop_oldest()
+        self.tombstones.sweep(now)
+
+    def _scan(self, ticket: Ticket, now: float) -> None:
+        if ticket.expires <= now:
+            self.counters["expired"] += 1
+            self._problem(
+                ticket.owner, 504, "handoff_expired", f"{ticket.prefill} did not commit or renew within {self.landing.ttl:g} s"
+            )
+        elif ticket.checking or not self.landing.flag(ticket):
+            return
+        elif ticket.record is not None:
+            opened = self._open(ticket)
+            if asyncio.iscoroutine(opened):
+                self._keep(asyncio.ensure_future(opened))
+        elif not ticket.flagged:
+            ticket.flagged = now
+        elif now - ticket.flagged > FLAG_GRACE and now - ticket.asked > FLAG_GRACE:
+            ticket.asked = now
+            self._keep(asyncio.ensure_future(self._ask_status(ticket)))
+
+    async def _ask_status(self, ticket: Ticket) -> None:
+        """A flag without its record: the commit message was lost or is late."""
+        try:
+            answer = await self.bus.request(
+                "prefill", ticket.prefill, "status", m.TicketStatus(ticket.wire.ticket), timeout=0.5
+            )
+        except BusError:
+            return
+        if isinstance(answer, m.Commit):
+            opened = self.commit(answer)
+            if asyncio.iscoroutine(opened):
+                await opened
+
+    def _writer_died(self, ticket: Ticket) -> None:
+        """Its incarnation's lock is free: nothing of that process can write any more."""
+        if ticket.state is State.BOUND:
+            self._problem(ticket.owner, 502, "prefill_died", f"{ticket.prefill} died during the hand-off")
+        if ticket.state is State.QUARANTINED:
+            self.landing.writer_let_go(ticket)
+
+    def _ask_writer(self, ticket: Ticket, now: float) -> None:
+        """Tell the writer that the attempt is over. It answers with `writer_done` later, or that it has nothing of it."""
+        ticket.asked = now
+        wire = ticket.wire
+        future = self.bus.ask(
+            f"headrace.prefill.{ticket.prefill}.cancel", m.Cancel(wire.request, wire.attempt, "failed"), ASK_SECONDS
+        )
+        self._keep(future)
+        future.add_done_callback(lambda f: self._writer_answered(ticket, f))
+
+    def _writer_answered(self, ticket: Ticket, future: asyncio.Future) -> None:
+        if future.cancelled() or future.exception() is not None:
+            return  # asked again by the tick
+        answer = future.result()
+        if isinstance(answer, m.Done) and answer.state in ("unknown", "over") and ticket.state is State.QUARANTINED:
+            self.landing.writer_let_go(ticket)
+            self.host.wake()
+
+    def _keep(self, future: asyncio.Future) -> None:
+        self._asking.add(future)
+        future.add_done_callback(self._asking.discard)
+
+    def peer_died(self, instance: str, why: str) -> None:
+        """A gateway is gone: nobody reads its streams."""
+        gateway = self.gateways.get(instance)
+        if gateway is None:
+            return
+        self.log.warning("gateway died; its requests end", gateway=instance, why=why, requests=len(gateway.requests))
+        for key in list(gateway.requests):
+            self._end(self.requests[key], "gateway_died")
+        self.outbox.forget(instance)
+
+    async def drain(self) -> None:
+        while self.requests:
+            await asyncio.sleep(0.02)
+        await self.store.drain(5.0)
+
+    # ------------------------------------------------------------ memory that this service holds
+
+    def owners(self) -> dict[int, int]:
+        out: dict[int, int] = {}
+        for request in self.requests.values():
+            for block in request.pins:
+                out[block] = out.get(block, 0) + 1
+        return out
+
+    def debts(self) -> dict[str, int]:
+        return {
+            "live": len(self.requests),
+            "tickets": len(self.landing.tickets),
+            "credits_used": self.credits_used,
+            "promised": self.promised,
+            "slots_out": (self.settings.slab_slots or self.engine.info.max_num_seqs) - len(self.landing.free_slots),
+        }
