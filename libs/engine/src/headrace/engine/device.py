@@ -1,0 +1,45 @@
+"""The one place that knows which device runs the model and what its matrix library does to single rows.
+
+Batch invariance on a CPU: MKL and its kin pick another kernel, with another order of summation, when a product has few rows (under 8
+where this was measured), so a row's bits depend on how many rows came with it. Padding to a multiple of 16 rows is enough on the
+machines seen; `row_rule` checks that on this one, for the shapes of this model, and otherwise multiplies 16 rows at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+ROW_MULTIPLE = 16
+_PROBE_ROWS = (16, 32, 48, 64, 80, 128, 256, 512)
+
+
+def check_device(device: str) -> str:
+    """The device's name if the engine can run on it; ValueError with the reason otherwise."""
+    if torch.device(device).type != "cpu":
+        raise ValueError(f"device {device!r}: this engine's model code runs on 'cpu' only so far")
+    return device
+
+
+def row_rule(model: torch.nn.Module, batch_invariant: bool) -> tuple[int, int]:
+    """(pad rows to a multiple of this, multiply at most this many rows at a time; 0: any number)."""
+    if not batch_invariant:
+        return 1, 0
+    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2} | {
+        (p.shape[0] * p.shape[1] * p.shape[2], p.shape[3]) for p in model.parameters() if p.dim() == 4
+    }
+    return (ROW_MULTIPLE, 0) if all(rows_are_independent(out, width) for out, width in shapes) else (ROW_MULTIPLE, ROW_MULTIPLE)
+
+
+def rows_are_independent(out_features: int, in_features: int) -> bool:
+    """Whether [rows, in] x [in, out] gives each row the same bits for every multiple of 16 rows and every place among them."""
+    out_features = min(out_features, 4096)
+    with torch.inference_mode():
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(max(_PROBE_ROWS), in_features, generator=draw)
+        weight = torch.randn(out_features, in_features, generator=draw)
+        order = torch.randperm(x.shape[0], generator=draw)
+        whole = F.linear(x, weight)
+        if not torch.equal(F.linear(x[order], weight), whole[order]):
+            return False
+        return all(torch.equal(F.linear(x[16 : 16 + rows], weight), whole[16 : 16 + rows]) for rows in _PROBE_ROWS[:-1])

@@ -1,0 +1,1 @@
+"""Model families. Each is a package with its modules, its cache declaration and its tensor names."""

@@ -1,0 +1,306 @@
+"""The V4.1 cache: what a block holds, what a state slot holds, and how a state travels.
+
+Paged groups, per layer that owns compressed KV: "main.L" (the latent, key and value at once) and "index.L" (the indexer's key),
+one entry per `ratio` tokens. Two stores with one interface: `quantized` has the model's own FP8/FP4 records (528, 288 and 68 bytes
+at the released dimensions), `fp32` keeps plain values and applies no quantisation anywhere (parity).
+
+A state slot holds every layer's window ring and the ratio-2 compressors' last rows. Rings hold fp32 values that are exactly
+representable as window records; records are what `pack` writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import asdict, dataclass
+
+import torch
+
+from headrace.kernels import quantize as formats
+
+from ...cache import CacheSpec, PagedGroup
+from ...config import ModelConfig
+
+BLOCK_TOKENS = 128
+GROUP_ALIGNMENT = 64  # bytes; every group of the released configuration is a multiple of 256 anyway
+ROLLBACK = 12  # positions a sequence may step back (rejected drafts of two steps in flight) and still find its window
+
+
+# ------------------------------------------------------------------ entry formats
+
+
+class Codec:
+    """One kind of entry: fp32 [..., dim] <-> uint8 [..., entry_bytes]. This one stores plain fp32."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self.entry_bytes = 4 * dim
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        return values.float().contiguous().view(torch.uint8)
+
+    def decode(self, entries: torch.Tensor) -> torch.Tensor:
+        return entries.contiguous().view(torch.float32)
+
+    def round(self, values: torch.Tensor) -> torch.Tensor:
+        """What a value becomes when it is stored."""
+        return values
+
+
+class RecordCodec(Codec):
+    """Quantised records; `kind` is "window" (FP8), "main" (FP4, E4M3 scales) or "index" (FP4, UE8M0 scales)."""
+
+    def __init__(self, dim: int, kind: str) -> None:
+        super().__init__(dim)
+        self.encode = getattr(formats, f"pack_{kind}_record")
+        self.decode = getattr(formats, f"unpack_{kind}_record")
+        self.entry_bytes = {"window": dim + dim // 32, "main": dim // 2 + dim // 16, "index": dim // 2 + dim // 32}[kind]
+
+    def round(self, values: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encode(values)).to(values.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Codecs:
+    window: Codec
+    main: Codec
+    index: Codec
+
+
+def codecs(config: ModelConfig, kv_store: str) -> Codecs:
+    dims = {"window": config.head_dim, "main": config.head_dim, "index": config.index_head_dim}
+    if kv_store == "fp32":
+        return Codecs(**{kind: Codec(dim) for kind, dim in dims.items()})
+    if kv_store == "quantized":
+        return Codecs(**{kind: RecordCodec(dim, kind) for kind, dim in dims.items()})
+    raise ValueError(f"kv_store is {kv_store!r}; choose 'quantized' or 'fp32'")
+
+
+# ------------------------------------------------------------------ declaration
+
+
+def cache_spec(
+    config: ModelConfig, kv_store: str, numerics: str, batch_invariant: bool = False, keep_rows: int | None = None
+) -> CacheSpec:
+    """Groups at fixed offsets, all main groups first. At the released dimensions a block has 113,920 bytes = 890 a token."""
+    if numerics not in ("bounded", "exact"):
+        raise ValueError(f"numerics is {numerics!r}; choose 'bounded' or 'exact'")
+    reach = config.sliding_window - 1
+    if numerics == "exact":
+        # A replayed row is exact in layer L once L windows lie behind it.
+        keep, replay = 0, _even(config.num_hidden_layers * reach)
+    else:
+        keep = replay = _even(keep_rows if keep_rows is not None else config.sliding_window + ROLLBACK)
+        if keep < config.sliding_window:
+            raise ValueError(f"keep_rows {keep} is less than the window of {config.sliding_window}: decode would miss window KV")
+    kinds = codecs(config, kv_store)
+    groups, offset = [], 0
+    for kind, codec in (("main", kinds.main), ("index", kinds.index)):
+        for layer in config.kv_source_layer_ids:
+            ratio = config.compress_ratios[layer]
+            groups.append(PagedGroup(f"{kind}.{layer}", layer, offset, codec.entry_bytes, ratio))
+            offset += -(-(BLOCK_TOKENS // ratio * codec.entry_bytes) // GROUP_ALIGNMENT) * GROUP_ALIGNMENT
+    state = StateLayout.of(config, kinds)
+    meaning = {
+        "family": "deepseek_v41",
+        "kv_store": kv_store,
+        "numerics": numerics,
+        "batch_invariant": batch_invariant,
+        "keep_rows": keep,
+        "window": config.sliding_window,
+        "block_tokens": BLOCK_TOKENS,
+        "block_bytes": offset,
+        "groups": [asdict(group) for group in groups],
+        "state": asdict(state),
+    }
+    digest = hashlib.blake2b(json.dumps(meaning, sort_keys=True).encode(), digest_size=12).hexdigest()
+    return CacheSpec(
+        layout_id=f"v41-{kv_store}-{numerics}-{digest}",
+        block_bytes=offset,
+        groups=tuple(groups),
+        state_bytes=state.max_bytes,
+        numerics=numerics,
+        keep_rows=keep,
+        replay_rows=replay,
+        block_tokens=BLOCK_TOKENS,
+    )
+
+
+def _even(rows: int) -> int:
+    return rows + rows % 2  # a replay starts on a ratio-2 group
+
+
+# ------------------------------------------------------------------ packed state
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Shape of a packed state: header, encoder window rows, decoder window rows, one pending compressor row per ratio-2 source.
+
+    Header: magic, version, position, first encoder row, first decoder row, payload bytes, then 16 bytes each of the layout's and
+    the payload's blake2b digest. Window rows are [layers, rows, record] for positions [first row, position).
+    """
+
+    MAGIC = b"HRST"
+    VERSION = 1
+    HEADER = struct.Struct("<4sHxxQQQI16s16s")
+
+    encoder_layers: int
+    decoder_layers: int
+    window: int
+    window_record: int  # bytes
+    pending_layers: int
+    pending_row: int  # bytes: (kv, score) fp32
+
+    @classmethod
+    def of(cls, config: ModelConfig, kinds: Codecs) -> StateLayout:
+        return cls(
+            encoder_layers=config.cut_layer,
+            decoder_layers=config.num_hidden_layers - config.cut_layer,
+            window=config.sliding_window,
+            window_record=kinds.window.entry_bytes,
+            pending_layers=len(pending_layers(config)),
+            pending_row=2 * config.head_dim * 4,
+        )
+
+    @property
+    def max_bytes(self) -> int:
+        rows = (self.encoder_layers + self.decoder_layers) * (self.window - 1) * self.window_record
+        return self.HEADER.size + rows + self.pending_layers * self.pending_row
+
+    def payload_bytes(self, position: int, first: tuple[int, int]) -> int:
+        layers = (self.encoder_layers, self.decoder_layers)
+        rows = sum(n * (position - start) for n, start in zip(layers, first, strict=True)) * self.window_record
+        return rows + (self.pending_layers * self.pending_row if position % 2 else 0)
+
+    def header(self, layout_id: str, position: int, first: tuple[int, int], payload: bytes) -> bytes:
+        return self.HEADER.pack(
+            self.MAGIC, self.VERSION, position, *first, len(payload), _digest(layout_id.encode()), _digest(payload)
+        )
+
+    def check(self, layout_id: str, position: int, data: memoryview) -> tuple[tuple[int, int], memoryview]:
+        """-> ((first encoder row, first decoder row), payload). ValueError says what is wrong."""
+        if len(data) < self.HEADER.size:
+            raise ValueError(f"a state of {len(data)} bytes is shorter than its header of {self.HEADER.size}")
+        magic, version, at, encoder, decoder, size, layout, digest = self.HEADER.unpack_from(data)
+        if magic != self.MAGIC or version != self.VERSION:
+            raise ValueError(f"not a packed state: it starts with {magic!r} version {version}, not {self.MAGIC!r} {self.VERSION}")
+        if layout != _digest(layout_id.encode()):
+            raise ValueError(f"the state's layout is {layout.hex()}; this model has {layout_id} ({_digest(layout_id.encode()).hex()})")
+        if at != position:
+            raise ValueError(f"the state is of position {at}, expected {position}")
+        oldest = max(0, position - self.window + 1)
+        if not (oldest <= encoder <= position and oldest <= decoder <= position):
+            raise ValueError(f"window rows from {encoder} and {decoder} do not fit position {position} and window {self.window}")
+        payload = data[self.HEADER.size : self.HEADER.size + size]
+        expected = self.payload_bytes(position, (encoder, decoder))
+        if len(payload) != size or size != expected:
+            raise ValueError(f"the state has {len(data) - self.HEADER.size} bytes after its header, says {size}, needs {expected}")
+        if _digest(payload) != digest:
+            raise ValueError(f"the state's payload of {size} bytes does not match its digest {digest.hex()}")
+        return (encoder, decoder), payload
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def pending_layers(config: ModelConfig) -> tuple[int, ...]:
+    """Sources whose compressor may wait for the second token of a pair."""
+    return tuple(layer for layer in config.kv_source_layer_ids if config.compress_ratios[layer] == 2)
+
+
+# ------------------------------------------------------------------ state slots
+
+UNSET = 1 << 62
+
+
+class V41StatePool:
+    """State slots on the device. A row of position p lies at p % ring; who reads it must know that it is valid.
+
+    `first[phase][slot]` is the oldest position with valid window rows in encoder (0) and decoder (1) layers; rows below it, of an
+    earlier tenant or never computed, are visible to nobody. `next[phase][slot]` is the position after the newest.
+    """
+
+    def __init__(
+        self, config: ModelConfig, spec: CacheSpec, kinds: Codecs, slots: int, ring: int | None = None, device: str = "cpu"
+    ) -> None:
+        self.slots, self.spec = slots, spec
+        self.window, self.codec = config.sliding_window, kinds.window
+        self.ring = ring or config.sliding_window + ROLLBACK
+        if self.ring < self.window:
+            raise ValueError(f"a ring of {self.ring} rows cannot hold a window of {self.window}")
+        self.layout = StateLayout.of(config, kinds)
+        self.cut = config.cut_layer
+        self.windows = torch.zeros(config.num_hidden_layers, slots, self.ring, config.head_dim, device=device)
+        self.pending_index = {layer: i for i, layer in enumerate(pending_layers(config))}
+        self.pending_ring = ROLLBACK + 2
+        self.pending = torch.zeros(len(self.pending_index), slots, self.pending_ring, 2, config.head_dim, device=device)
+        self.first = [[UNSET] * slots, [UNSET] * slots]
+        self.next = [[0] * slots, [0] * slots]
+
+    def reset(self, slot: int) -> None:
+        for phase in (0, 1):
+            self.first[phase][slot], self.next[phase][slot] = UNSET, 0
+
+    def advance(self, phase: int, slot: int, start: int, stop: int) -> int:
+        """Rows [start, stop) are about to be computed; returns the oldest position whose window rows they may see.
+
+        A gap before `start` (a replay, or decoder layers that skipped a prompt's body) makes everything older invisible.
+        """
+        if self.first[phase][slot] > start or self.next[phase][slot] < start:
+            self.first[phase][slot] = start
+        self.next[phase][slot] = stop
+        return self.first[phase][slot]
+
+    def copy(self, source: int, target: int) -> None:
+        self.windows[:, target] = self.windows[:, source]
+        self.pending[:, target] = self.pending[:, source]
+        for phase in (0, 1):
+            self.first[phase][target], self.next[phase][target] = self.first[phase][source], self.next[phase][source]
+
+    # -------------------------------------------------------------- the wire
+
+    def pack(self, slot: int, position: int) -> bytes:
+        if self.next[0][slot] != position:
+            raise ValueError(f"slot {slot} is at position {self.next[0][slot]}, not {position}")
+        first = tuple(self._oldest(phase, slot, position) for phase in (0, 1))
+        parts = [self.codec.encode(self._rows(phase, slot, first[phase], position)) for phase in (0, 1)]
+        if position % 2:
+            parts.append(self.pending[:, slot, (position - 1) % self.pending_ring].contiguous().view(torch.uint8))
+        payload = b"".join(part.cpu().numpy().tobytes() for part in parts)
+        return self.layout.header(self.spec.layout_id, position, first, payload) + payload
+
+    def unpack(self, slot: int, position: int, data: memoryview) -> None:
+        data = memoryview(data).cast("B")
+        first, payload = self.layout.check(self.spec.layout_id, position, data)
+        flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if len(payload) else torch.empty(0, dtype=torch.uint8)
+        start = 0
+        for phase, layers in enumerate((self.layout.encoder_layers, self.layout.decoder_layers)):
+            rows = position - first[phase]
+            size = layers * rows * self.codec.entry_bytes
+            if size:
+                values = self.codec.decode(flat[start : start + size].view(layers, rows, self.codec.entry_bytes))
+                self._window(phase)[:, slot, self._at(first[phase], position)] = values.to(self.windows.device)
+            start += size
+            self.first[phase][slot], self.next[phase][slot] = first[phase], position
+            if not rows:
+                self.first[phase][slot] = UNSET if not position else position
+        if position % 2:
+            tail = flat[start:].clone().view(torch.float32).view(len(self.pending_index), 2, -1)
+            self.pending[:, slot, (position - 1) % self.pending_ring] = tail.to(self.pending.device)
+
+    def _oldest(self, phase: int, slot: int, position: int) -> int:
+        if self.next[phase][slot] != position:  # decoder layers that have not run up to here have nothing to tell
+            return position
+        return max(0, position - self.window + 1, min(self.first[phase][slot], position))
+
+    def _window(self, phase: int) -> torch.Tensor:
+        return self.windows[self.cut :] if phase else self.windows[: self.cut]
+
+    def _at(self, start: int, stop: int) -> torch.Tensor:
+        return torch.arange(start, stop, device=self.windows.device) % self.ring
+
+    def _rows(self, phase: int, slot: int, start: int, stop: int) -> torch.Tensor:
+        return self._window(phase)[:, slot, self._at(start, stop)]

@@ -1,0 +1,161 @@
+"""Small parts of a V4.1 block: linear, RMS norm, rotary embedding, single-pass mHC.
+
+Plain differentiable tensor maths on rows [T, ...]; nothing here knows sequences, caches or checkpoints.
+T: rows, d: hidden size, hc: residual streams (4), RD: rotary dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ...config import ModelConfig
+
+
+class Linear(nn.Module):
+    """y = x W^T, weight [out, in]. `tile` > 0 multiplies that many rows at a time (see `device.row_tile`)."""
+
+    tile = 0
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.tile)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, tile: int = 0) -> torch.Tensor:
+    """[T, in] x [out, in] -> [T, out]."""
+    if tile and x.shape[0] > tile:
+        return torch.cat([F.linear(rows, weight) for rows in x.split(tile)])
+    return F.linear(x, weight)
+
+
+class RMSNorm(nn.Module):
+    """w * x / rms(x), in fp32, cast once."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * inverse_rms(wide, self.eps) * self.weight.float()).to(x.dtype)
+
+
+def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """fp32 [..., d] -> [..., 1]."""
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+# ------------------------------------------------------------------ rotary embedding
+
+
+def rope_frequencies(config: ModelConfig, compressed: bool) -> torch.Tensor:
+    """Inverse frequencies [RD / 2] fp32. YaRN (no attention factor) only for layers with compressed KV."""
+    dim = config.qk_rope_head_dim
+    theta = config.compress_rope_theta if compressed else config.rope_theta
+    frequencies = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    if not compressed:
+        return frequencies
+    yarn = config.rope_scaling
+
+    def correction(rotations: float) -> float:
+        return dim * math.log(yarn.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(correction(yarn.beta_fast)), 0)
+    high = min(math.ceil(correction(yarn.beta_slow)), dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return frequencies / yarn.factor * ramp + frequencies * (1 - ramp)
+
+
+class RopeTable:
+    """exp(i * position * frequency) as complex64, grown in whole pages so that a value never depends on who asked first."""
+
+    PAGE = 4096
+
+    def __init__(self, frequencies: torch.Tensor) -> None:
+        self.frequencies = frequencies
+        self.table = torch.empty(0, frequencies.numel(), dtype=torch.complex64)
+
+    def __call__(self, positions: torch.Tensor, limit: int) -> torch.Tensor:
+        """int64 [T], all below `limit` -> [T, RD / 2]."""
+        while self.table.shape[0] < limit:
+            page = torch.arange(self.table.shape[0], self.table.shape[0] + self.PAGE, dtype=torch.float32)
+            angles = page[:, None] * self.frequencies
+            self.table = torch.cat([self.table, torch.polar(torch.ones_like(angles), angles)])
+        return self.table.index_select(0, positions)
+
+
+def rotate(x: torch.Tensor, phases: torch.Tensor) -> torch.Tensor:
+    """Rotate the last RD channels of x [T, ..., D] by complex phases [T, RD / 2], adjacent pairs, in place for fp32."""
+    rope_dim = 2 * phases.shape[-1]
+    phases = phases.view(phases.shape[0], *([1] * (x.dim() - 2)), -1)
+    tail = x[..., x.shape[-1] - rope_dim :]
+    pairs = tail.unflatten(-1, (-1, 2))
+    if x.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(phases)
+        return x
+    turned = torch.view_as_real(torch.view_as_complex(pairs.float().contiguous()) * phases).flatten(-2)
+    return torch.cat([x[..., : x.shape[-1] - rope_dim], turned.to(x.dtype)], dim=-1)
+
+
+# ------------------------------------------------------------------ hyper-connections (single-pass mHC)
+
+
+def mix(
+    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, config: ModelConfig, tile: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Coefficients of one sublayer from its input streams [T, hc, d]: pre [T, hc], post [T, hc], comb [T, hc, hc], all fp32.
+
+    fn [2 hc + hc^2, hc d], base [2 hc + hc^2], scale [3]. The projection comes before the normalisation. `pre` collapses the
+    input of the NEXT sublayer; `post` and `comb` expand this one's output.
+    """
+    hc, eps = config.hc_mult, config.hc_eps
+    x = streams.flatten(1).float()
+    projected = linear(x, fn, tile) * inverse_rms(x, config.rms_norm_eps)
+    spread = torch.cat([scale[:1].expand(hc), scale[1:2].expand(hc), scale[2:].expand(hc * hc)])
+    z = torch.addcmul(base, projected, spread)
+    pre = torch.sigmoid(z[:, :hc]) + eps
+    post = 2 * torch.sigmoid(z[:, hc : 2 * hc])
+    return pre, post, sinkhorn(z[:, 2 * hc :].unflatten(-1, (hc, hc)), config.hc_sinkhorn_iters, eps)
+
+
+def sinkhorn(z: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+    """Softmax over rows, then alternate column and row normalisation, columns last. [T, n, n] -> [T, n, n].
+
+    Matrices are kept flat as [T, n * n]: one product with a constant 0/1 matrix gives every element the sum of its row or
+    column plus eps, which is two small operations a pass instead of three, and mixes of small models are bound by operations.
+    """
+    n = z.shape[-1]
+    rows, columns, floor = _summing_matrices(n, eps, z.device)
+    c = (torch.softmax(z, dim=-1) + eps).flatten(1)
+    c = c / torch.addmm(floor, c, columns)
+    for _ in range(iterations - 1):
+        c = c / torch.addmm(floor, c, rows)
+        c = c / torch.addmm(floor, c, columns)
+    return c.unflatten(-1, (n, n))
+
+
+@lru_cache
+def _summing_matrices(n: int, eps: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with torch.inference_mode(False):
+        one, ones = torch.eye(n, device=device), torch.ones(n, n, device=device)
+        return torch.kron(one, ones), torch.kron(ones, one), torch.full((n * n,), eps, device=device)
+
+
+def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+    """sum_i pre_i X_i: [T, hc, d], [T, hc] -> [T, d]."""
+    return torch.bmm(pre.unsqueeze(1), streams.float()).squeeze(1).to(streams.dtype)
+
+
+def expand(output: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+    """X'_k = post_k * output + sum_j comb[j, k] X_j: -> [T, hc, d]."""
+    added = post.unsqueeze(-1) * output.float().unsqueeze(1)
+    return torch.baddbmm(added, comb.transpose(1, 2), streams.float()).to(streams.dtype)

@@ -1,0 +1,209 @@
+"""DeepSeek-V4.1 text model: layers, and one forward pass over a batch of segments.
+
+A causal encoder (layers below the last KV source) and a decoder that reads the last source's compressed KV. In class `bounded` the
+decoder's layers run on a prompt's last rows only; its KV source still compresses every row first (CED).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ...batch import Segment
+from ...cache import CacheSpec, KVPool
+from ...config import ModelConfig
+from .attention import Attention, Pass
+from .cache import V41StatePool, cache_spec, codecs
+from .engram import Engram, NgramHash
+from .layers import Linear, RMSNorm, RopeTable, collapse, expand, linear, mix, rope_frequencies
+from .moe import MoE
+from .rows import Piece, Rows
+
+
+class Layer(nn.Module):
+    """Two sublayers on residual streams X [T, hc, d]; `pre` travels from one to the next."""
+
+    tile = 0
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        c = self.config = config
+        self.index, self.compressed = layer, c.compress_ratios[layer] > 0
+        self.attn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.ffn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.attn = Attention(c, layer)
+        self.ffn = MoE(c, c.n_routed_experts, c.num_experts_per_tok)
+        if layer in c.engram_layer_ids:
+            self.engram = Engram(c, layer)
+        mixes, wide = 2 * c.hc_mult + c.hc_mult**2, c.hc_mult * c.hidden_size
+        for sublayer in ("attn", "ffn"):
+            self.register_parameter(f"hc_{sublayer}_fn", nn.Parameter(torch.empty(mixes, wide)))
+            self.register_parameter(f"hc_{sublayer}_base", nn.Parameter(torch.empty(mixes)))
+            self.register_parameter(f"hc_{sublayer}_scale", nn.Parameter(torch.empty(3)))
+
+    def attention_input(self, streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+        return self.attn_norm(collapse(streams, pre))
+
+    def forward(
+        self, streams: torch.Tensor, u: torch.Tensor, phases: torch.Tensor, shared: Pass, image: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """streams [T, hc, d], u = attention_input -> (streams, pre of the next layer)."""
+        c = self.config
+        pre, post, comb = mix(streams, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, c, self.tile)
+        streams = expand(self.attn(u, phases, shared), streams, post, comb)
+        next_pre, post, comb = mix(streams, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, c, self.tile)
+        output = self.ffn(self.ffn_norm(collapse(streams, pre)), image)
+        return expand(output, streams, post, comb), next_pre
+
+
+class V41Model(nn.Module):
+    """Implements `headrace.engine.batch.Model`. Weights are set by the loader."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        kv_store: str = "quantized",
+        numerics: str = "bounded",
+        batch_invariant: bool = False,
+        keep_rows: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        c = self.config = config
+        self.dtype = dtype
+        self.spec: CacheSpec = cache_spec(c, kv_store, numerics, batch_invariant, keep_rows)
+        self.codecs = codecs(c, kv_store)
+        self.batch_invariant = batch_invariant
+        self.row_multiple, self.tile = 1, 0  # set_row_rule
+        self.vocab_size, self.hidden_size = c.vocab_size, c.hidden_size
+        self.eos_token_ids, self.max_model_len = c.eos_token_id, c.max_position_embeddings
+        self.checkpoint_digest = ""
+        self.ngrams: NgramHash | None = None
+        self.embed = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(Layer(c, layer) for layer in range(c.num_hidden_layers))
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.head = Linear(c.hidden_size, c.vocab_size)
+        self.ropes: dict[bool, RopeTable] = {}  # by whether the layer has compressed KV
+
+    def finish_loading(self) -> None:
+        """Build what follows from the config but is no weight (on the real device, not where weights were declared)."""
+        self.ropes = {kind: RopeTable(rope_frequencies(self.config, kind)) for kind in (False, True)}
+
+    def set_row_rule(self, row_multiple: int, tile: int) -> None:
+        """Pad rows to a multiple, and multiply at most `tile` rows at a time (0: all). See `device.row_rule`."""
+        self.row_multiple = row_multiple
+        for module in self.modules():
+            if hasattr(module, "tile"):
+                module.tile = tile
+            if isinstance(module, MoE):
+                module.row_multiple = row_multiple
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    def new_states(self, slots: int, ring: int | None = None) -> V41StatePool:
+        """`slots` state slots; `ring` rows of window KV each (default: window + rollback)."""
+        return V41StatePool(self.config, self.spec, self.codecs, slots, ring, str(self.device))
+
+    # -------------------------------------------------------------- forward
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment], kv: KVPool, states: V41StatePool) -> torch.Tensor:
+        """See `headrace.engine.batch.Model.forward`: final-norm hidden rows named by `outputs`, [R, hidden_size]."""
+        c = self.config
+        rows = self._rows([self._encoder_piece(i, s, states) for i, s in enumerate(segments)], segments, states)
+        shared = Pass(c, rows, kv, states, self.codecs, fixed_width=self.batch_invariant)
+        ids = torch.tensor([t for piece in rows.pieces for t in segments[piece.index].ids], dtype=torch.int64, device=self.device)
+        h = F.embedding(F.pad(ids, (0, rows.padded - rows.count)), self.embed.weight).to(self.dtype)
+        streams = h.unsqueeze(1).repeat(1, c.hc_mult, 1)
+        pre = torch.zeros(rows.padded, c.hc_mult, device=self.device)
+        pre[:, 0] = 1.0
+        hashed = None
+        if self.ngrams is not None:
+            hashed = self.ngrams.contexts([(segments[p.index].prev_ids, segments[p.index].ids) for p in rows.pieces])
+        phases = self._phases(rows)
+        for layer in self.layers:
+            if hashed is not None and layer.index in c.engram_layer_ids:
+                streams = layer.engram(streams, self.ngrams.rows(layer.index, hashed))
+            u = layer.attention_input(streams, pre)
+            if layer.attn.owns_kv:
+                layer.attn.write_sources(u, self.ropes[True], shared, self.row_multiple)
+            if layer.index == c.cut_layer:
+                kept = self._decoder_rows(rows, segments, states)
+                if kept is None:
+                    return streams.new_zeros(0, c.hidden_size)
+                rows, take = kept
+                if take is not None:
+                    streams, pre, u = (x.index_select(0, take) for x in (streams, pre, u))
+                    hashed = None if hashed is None else hashed[take[: rows.count].numpy()]
+                shared.enter(rows)
+                phases = self._phases(rows)
+            streams, pre = layer(streams, u, phases[layer.compressed], shared)
+        return self._outputs(collapse(streams, pre), rows, segments)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden_size] -> [R, vocab_size] fp32. With batch invariance each row is as if it came alone."""
+        with torch.inference_mode():
+            count = hidden.shape[0]
+            hidden = F.pad(hidden.float(), (0, 0, 0, -count % self.row_multiple))
+            return linear(hidden, self.head.weight.float(), self.head.tile)[:count]
+
+    # -------------------------------------------------------------- rows
+
+    def _rows(self, pieces: list[Piece], segments: Sequence[Segment], states: V41StatePool) -> Rows:
+        return Rows(pieces, segments, self.config.sliding_window, states.ring, self.row_multiple, str(self.device))
+
+    def _encoder_piece(self, index: int, segment: Segment, states: V41StatePool) -> Piece:
+        first = states.advance(0, segment.slot, segment.start, segment.stop)
+        return Piece(index, segment.start, segment.stop, max(first, segment.window_floor))
+
+    def _decoder_rows(
+        self, rows: Rows, segments: Sequence[Segment], states: V41StatePool
+    ) -> tuple[Rows, torch.Tensor | None] | None:
+        """Rows that decoder layers run on and where they lie among `rows` (None: all of them); None when there are none."""
+        pieces, take, begin = [], [], 0
+        for piece in rows.pieces:
+            segment = segments[piece.index]
+            start = min(max(piece.start, segment.decoder_floor), piece.stop)
+            take += range(begin + start - piece.start, begin + piece.stop - piece.start)
+            begin += piece.stop - piece.start
+            for position in segment.outputs:
+                if not start <= position < piece.stop:
+                    raise ValueError(f"output {position} is not among the rows [{start}, {piece.stop}) that decoder layers run on")
+            if start < piece.stop:
+                first = states.advance(1, segment.slot, start, piece.stop)
+                pieces.append(Piece(piece.index, start, piece.stop, max(first, segment.window_floor, segment.decoder_floor)))
+        if not pieces:
+            return None
+        if len(take) == rows.count and all(a.floor == b.floor for a, b in zip(rows.pieces, pieces, strict=True)):
+            return rows, None
+        # The new rows may come in another order (sorted by their new lengths).
+        kept = self._rows(pieces, segments, states)
+        where = {piece.index: i for i, piece in enumerate(rows.pieces)}
+        offsets = [0]
+        for piece in rows.pieces:
+            offsets.append(offsets[-1] + piece.stop - piece.start)
+        order = [
+            offsets[where[p.index]] + position - rows.pieces[where[p.index]].start
+            for p in kept.pieces
+            for position in range(p.start, p.stop)
+        ]
+        return kept, torch.tensor(order + [0] * (kept.padded - kept.count), dtype=torch.int64, device=self.device)
+
+    def _phases(self, rows: Rows) -> dict[bool, torch.Tensor]:
+        return {kind: table(rows.padded_positions, max(rows.limit, 1)) for kind, table in self.ropes.items()}
+
+    def _outputs(self, hidden: torch.Tensor, rows: Rows, segments: Sequence[Segment]) -> torch.Tensor:
+        """Rows named by each segment's `outputs`, in the order of the segments, after the final norm."""
+        begin, start_of = 0, {}
+        for piece in rows.pieces:
+            start_of[piece.index] = begin - piece.start
+            begin += piece.stop - piece.start
+        wanted = [start_of[i] + position for i, segment in enumerate(segments) for position in segment.outputs]
+        index = torch.tensor(wanted + [0] * (-len(wanted) % self.row_multiple), dtype=torch.int64, device=self.device)
+        return self.norm(hidden.index_select(0, index))[: len(wanted)]
