@@ -6,7 +6,7 @@ Does not know: what messages mean, services, presence.
 Built on nats-py, which gives connecting, authentication, TLS, keep-alive, reconnecting and re-subscribing. `_Client` is the
 only place that reaches into it, for two shortcuts (`benchmarks/gateway.md` has their worth): a message goes from the parser
 straight into a synchronous callback (nats-py: a queue and a task per subscription), and a publish goes straight to the
-transport, where uvloop gathers all writes of one loop turn into one system call (nats-py: a list, a future, a flusher task).
+list that leaves in one system call at the end of the loop turn (nats-py: a list, a future, a flusher task).
 
 What follows for callers:
   * a callback runs inside the reader, so it must only enqueue or answer at once; nothing is buffered between socket and
@@ -84,6 +84,7 @@ class _Client(Client):
         super().__init__()
         self.direct: dict[int, Callable[[bytes, bytes, bytes, bytes | None], None]] = {}
         self._counters = counters
+        self._turn: list[bytes] = []  # written in this loop turn
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         deliver = self.direct.get(sid)
@@ -100,13 +101,22 @@ class _Client(Client):
         await super()._process_err(err_msg)
 
     def write(self, data: bytes) -> None:
+        """Take `data` for the one write of this loop turn (uvloop by itself makes a system call of every write)."""
         if not self.is_connected:
             raise Disconnected("not connected to NATS; nothing is kept for later, so try again")
-        transport = self._transport._io_writer.transport
-        unsent = transport.get_write_buffer_size()
-        if unsent > MAX_UNSENT:
-            raise Overflow(f"{unsent:,} bytes wait for the socket to NATS; the limit is {MAX_UNSENT:,}")
-        transport.write(data)
+        if not self._turn:
+            transport = self._transport._io_writer.transport
+            unsent = transport.get_write_buffer_size()
+            if unsent > MAX_UNSENT:
+                raise Overflow(f"{unsent:,} bytes wait for the socket to NATS; the limit is {MAX_UNSENT:,}")
+            asyncio.get_running_loop().call_soon(self.write_turn)
+        self._turn.append(data)
+
+    def write_turn(self) -> None:
+        """Hand over what this turn wrote. What meets a broken connection is lost, as any message may be."""
+        turn, self._turn = self._turn, []
+        if turn and self.is_connected:
+            self._transport._io_writer.transport.write(turn[0] if len(turn) == 1 else b"".join(turn))
 
 
 @dataclass
