@@ -203,8 +203,159 @@ def stream_case(protocol: str) -> Callable[[random.Random], tuple]:
     return case
 
 
+MODELS = ["DeepSeek-V4.1-Flash", "DeepSeek-V4.1-Flash", "DeepSeek-V4-Pro"]
+STRING = {"type": "string"}
+STRICT_SCHEMAS = [
+    {"type": "object", "properties": {"a": STRING}, "required": ["a"], "additionalProperties": False},
+    {"type": "object", "properties": {"a": STRING, "b": {"type": "integer", "minimum": 1}}},
+    {"type": "object", "properties": {"a": {"type": "array", "items": {"anyOf": [STRING, {"type": "null"}]}, "minItems": 1}}},
+    {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": STRING}},
+    {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"type": ["string", "null"]}}}}, "description": "d"},
+    {"type": "object"}, {"type": "object", "properties": {}}, {"type": "string"}, {},
+    {"type": "object", "properties": {"a": {"type": "foo"}}}, {"type": "object", "properties": {"a": {"type": "array"}}},
+    {"type": "object", "properties": {"a": STRING}, "required": ["b"]}, {"type": "object", "properties": {"a": STRING}, "additionalProperties": True},
+    {"type": "object", "properties": {"a": {"type": "number", "enum": [1], "maximum": 2.5, "default": 1}}},
+    {"type": "object", "properties": {"a": {"type": "integer", "maximum": 2.5}}}, {"anyOf": [STRING]}, True,
+    {"type": "object", "properties": {"a": {"enum": ["x"]}}},
+]
+PLAIN_SCHEMAS = [
+    *STRICT_SCHEMAS[:8], {"type": "object", "required": "x"}, {"type": "object", "required": ["a", "a"]},
+    {"type": "object", "properties": {"a": 1}}, {"type": "object", "properties": []}, {"type": "object", "enum": 1},
+    {"type": "object", "minProperties": -1}, {"type": "object", "anyOf": []}, {"type": ["object"]}, {"type": "object", "description": 1},
+    {"type": "object", "properties": {"n": {"type": "number", "minimum": 1e-07, "multipleOf": 0}}}, 5, "x", [], {"type": "object", "x": 1e-7},
+]
+WRONG = [None, True, 0, 1, -1, 1.5, 2**33, "", "x", {}, {"x": 1}, ["x"], [1], []]
+
+
+def maybe(rng: random.Random, chance: float, target: dict, key: str, values: list) -> None:
+    if rng.random() < chance:
+        target[key] = rng.choice(values)
+
+
+def request_tool(rng: random.Random) -> dict:
+    function = {"name": rng.choice(["f", "g", "get_weather", "h", "a-b", "bad name", ""] if rng.random() < 0.1 else ["f", "g", "h", "k"])}
+    maybe(rng, 0.5, function, "description", ["d", "", None, "中文"])
+    maybe(rng, 0.15, function, "strict", [True, False, None])
+    if function.get("strict"):
+        maybe(rng, 0.8, function, "parameters", STRICT_SCHEMAS)
+    else:
+        maybe(rng, 0.7, function, "parameters", PLAIN_SCHEMAS if rng.random() < 0.2 else STRICT_SCHEMAS[:6])
+    return {"type": "function", "function": function}
+
+
+def chat_content(rng: random.Random, images: bool = True) -> str | list:
+    if rng.random() < 0.7:
+        return rng.choice([*TEXTS, "Answer in JSON", "q"])
+    parts = []
+    for _ in range(rng.randint(0, 3)):
+        draw = rng.random()
+        if draw < 0.6 or not images:
+            parts.append({"type": "text", "text": rng.choice(TEXTS)})
+        elif draw < 0.9:
+            url = {"url": rng.choice(["http://a/b.png", "https://x", "data:image/png;base64,AAAA"] + (["ftp://a", "data:text/plain,a", ""] if rng.random() < 0.1 else []))}
+            maybe(rng, 0.4, url, "detail", ["low", "high", "auto", "original", None])
+            parts.append({"type": "image_url", "image_url": url})
+        else:
+            parts.append({"type": "file", **rng.choice([{}, {"file_id": "a"}, {"file_data": "data:image/png;base64,AA"}, {"file_data": "x"}, {"file_id": "a", "file_data": "b"}])})
+    return parts
+
+
+def chat_messages(rng: random.Random) -> list:
+    messages: list = []
+    for _ in range(rng.choice([0, 1, 1, 2, 3, 5, 8]) if rng.random() < 0.1 else rng.choice([1, 1, 2, 3, 5, 8])):
+        role = rng.choice(["system", "user", "user", "assistant", "assistant", "latest_reminder", "calls"])
+        if role == "latest_reminder":
+            messages.append({"role": role, "content": rng.choice(TEXTS)})
+        elif role in ("system", "user"):
+            messages.append({"role": role, "content": chat_content(rng)})
+        else:
+            item: dict = {"role": "assistant", "content": chat_content(rng, images=rng.random() < 0.05)}
+            maybe(rng, 0.5, item, "reasoning_content", ["r", "", None, "think\n"])
+            maybe(rng, 0.05, item, "prefix", [True, False, None])
+            maybe(rng, 0.05, item, "content", [None])
+            messages.append(item)
+            if role == "calls":
+                ids = rng.sample(["c1", "c2", "a", "b"], rng.randint(1, 3))
+                item["tool_calls"] = [{"id": i, "type": "function", "function": {"name": rng.choice(["f", "g"]), "arguments": rng.choice(ARGUMENTS)}} for i in ids]
+                maybe(rng, 0.5, item, "content", [None, ""])
+                rng.shuffle(ids)
+                messages += [{"role": "tool", "tool_call_id": i, "content": chat_content(rng)} for i in ids]
+                if rng.random() < 0.1:
+                    messages.pop() if rng.random() < 0.5 else messages.append({"role": "tool", "tool_call_id": rng.choice(["c1", "zz"]), "content": ""})
+    if rng.random() < 0.1 and messages:
+        messages.append({"role": "assistant", "content": rng.choice(["", "pre", "\n"]), "prefix": True})
+        maybe(rng, 0.5, messages[-1], "reasoning_content", ["", "rr"])
+    return messages
+
+
+def chat_body(rng: random.Random) -> dict:
+    body: dict = {"model": rng.choice(MODELS) if rng.random() < 0.98 else "nope", "messages": chat_messages(rng)}
+    odd = 0.06
+    maybe(rng, 0.4, body, "thinking", [{"type": t} for t in ("enabled", "adaptive", "disabled", "disabled")] + [None])
+    maybe(rng, 0.3, body, "reasoning_effort", ["none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max", None])
+    maybe(rng, 0.3, body, "temperature", [0, 0.5, 1, 1.3, 2] + ([3, -1] if rng.random() < odd else []))
+    maybe(rng, 0.3, body, "top_p", [0.1, 0.95, 0.97, 1] + ([0, 1.5] if rng.random() < odd else []))
+    maybe(rng, 0.3, body, "max_tokens", [1, 64, 393216] + ([0, 393217] if rng.random() < odd else []))
+    maybe(rng, 0.2, body, "stop", ["x", ["a", "b"], [], None] + (["", [""], ["x"] * 17] if rng.random() < odd else []))
+    maybe(rng, 0.1, body, "seed", [0, 5, 2**63 - 1] + ([2**63] if rng.random() < odd else []))
+    maybe(rng, 0.1, body, "n", [1, None] + ([2, 0] if rng.random() < odd else []))
+    maybe(rng, 0.1, body, "presence_penalty", [0.5] + ([3] if rng.random() < odd else []))
+    maybe(rng, 0.1, body, "frequency_penalty", [-1] + ([-3] if rng.random() < odd else []))
+    maybe(rng, 0.15, body, "logprobs", [True, False])
+    maybe(rng, 0.1, body, "top_logprobs", [0, 5, 20, 21])
+    maybe(rng, 0.4, body, "stream", [True, False, None])
+    maybe(rng, 0.1, body, "stream_options", [{"include_usage": True}, {}, None])
+    if rng.random() < 0.35:
+        body["tools"] = [request_tool(rng) for _ in range(rng.choice([0, 1, 1, 2]))]
+    maybe(rng, 0.3, body, "tool_choice", ["auto", "none", "required", {"type": "function", "function": {"name": rng.choice(["f", "zz"])}}])
+    form = rng.random()
+    if form < 0.1:
+        body["response_format"] = rng.choice([{"type": "text"}, {"type": "json_object"}, {"type": "regex", "regex": "a+"}])
+    elif form < 0.25:
+        is_strict = rng.choice([True, False, None])
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "n", "schema": rng.choice(STRICT_SCHEMAS if is_strict else PLAIN_SCHEMAS), "strict": is_strict}}
+    maybe(rng, 0.1, body, "max_completion_tokens", [5, "x"])
+    return body
+
+
+def spoil(rng: random.Random, value) -> None:
+    """Replace, remove or add one thing somewhere in a body."""
+    places = []
+
+    def walk(item) -> None:
+        if isinstance(item, dict | list):
+            for key in item if isinstance(item, dict) else range(len(item)):
+                if key not in ("parameters", "schema", "arguments", "input_schema"):
+                    places.append((item, key))
+                    walk(item[key])
+
+    walk(value)
+    container, key = rng.choice(places)
+    if rng.random() < 0.25 and isinstance(container, dict):
+        del container[key]
+    else:
+        wrong = rng.choice(WRONG)
+        # A sequence in place of a struct or tagged enum is the referee's positional form, which we refuse.
+        container[key] = {} if isinstance(wrong, list) and isinstance(container[key], dict) else wrong
+
+
+def convert_case(protocol: str, make: Callable[[random.Random], dict]) -> Callable[[random.Random], tuple]:
+    def case(rng: random.Random) -> tuple:
+        body = make(rng)
+        if rng.random() < 0.15:
+            spoil(rng, body)
+        reject = rng.random() < 0.2
+        ours = oracle.convert_ours(protocol, body, reasoning_content="reject" if reject else "fill_empty")
+        behaviour = oracle.official.ReasoningContentBehavior
+        options = oracle.official.ConversionOptions().with_reasoning_content_behavior(behaviour.Reject if reject else behaviour.FillEmpty)
+        return (protocol, body), ours, oracle.convert_theirs(protocol, body, options)
+
+    return case
+
+
 KINDS: dict[str, Callable[[random.Random], tuple]] = {
     "render": render_case,
+    "convert_chat": convert_case("chat", chat_body),
     "stream_chat": stream_case("chat"),
 }
 

@@ -17,6 +17,8 @@ from headrace.recipe import (
     ToolCall,
     ToolDefinition,
 )
+from headrace.recipe.errors import RecipeError, ShapeError
+from headrace.recipe.protocol import ConversionOptions, chat
 from headrace.recipe.render import template
 from headrace.recipe.stream import ChatStream, ParsingOptions, StreamParser, Usage
 
@@ -165,6 +167,97 @@ def stream_theirs(protocol: str, spec: dict) -> dict:
     else:
         push(official.InferenceChunk.finish(_REASONS[spec["reason"]]))
     return {"steps": steps, "reply": json.loads(_normal(response.to_json()))}
+
+
+PARSERS = {"chat": (chat.parse, official.ChatCompletionRequest)}
+
+
+def convert_ours(protocol: str, body: dict | bytes, **options) -> dict:
+    """Our reading of a request body: its settings and prompt, or its refusal."""
+    body = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
+    try:
+        parsed = PARSERS[protocol][0](body, ConversionOptions(dialect="official", **options))
+    except ShapeError as error:
+        assert error.status == 400
+        return {"error": {"exception": "ValueError", "message": error.message}}
+    except RecipeError as error:
+        return {"error": {"status_code": error.status, "body": error.body(protocol, "official").decode()}}
+    sampling, parsing, constraint = parsed.sampling, parsed.parsing, parsed.output_constraint
+    rendered = _TEMPLATES[parsed.version].render(parsed.conversation)
+    return {
+        "model_version": {"v4": "DeepseekV4Pro", "v41": "DeepseekV41Flash"}[parsed.version],
+        "stream": parsed.stream,
+        "prompt": rendered.prompt,
+        "special_ranges": [list(r) for r in rendered.special_ranges],
+        "image_sources": [{"kind": s.kind, "value": s.value, "detail": s.detail, "path": s.path}
+                          for s in rendered.image_sources],
+        "thinking_mode": parsed.conversation.thinking_mode,
+        "reasoning_effort": parsed.conversation.reasoning_effort,
+        "tool_choice": parsed.conversation.tool_choice,
+        "response_format": parsed.conversation.response_format,
+        "inference_options": {
+            "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "logprobs": sampling.logprobs, "top_logprobs": sampling.top_logprobs, "seed": sampling.seed,
+            "output_constraint": None if constraint is None else {"kind": constraint.kind, "schema": constraint.schema},
+        },
+        "parsing_options": {
+            "parse_tool_calls": parsing.parse_tool_calls, "starts_in_tool_calls": parsing.starts_in_tool_calls,
+            "parse_json_output": parsing.parse_json_output,
+            "thinking_initial_stage": _STAGE_NAMES[parsing.thinking_initial_stage],
+            "stop_sequences": parsing.stop_sequences,
+        },
+    }
+
+
+_STAGE_NAMES = {None: None, "reasoning_start": "ReasoningStart", "reasoning_continuation": "ReasoningContinuation",
+                "content_continuation": "ContentContinuation"}
+_VERSIONS = {"DeepseekV4Pro": "v4", "DeepseekV41Flash": "v41"}
+
+
+def convert_theirs(protocol: str, body: dict | bytes, options: official.ConversionOptions | None = None) -> dict:
+    """The referee's reading of the same body."""
+    body = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
+    try:
+        converted = PARSERS[protocol][1](body).convert(options or official.ConversionOptions())
+    except ValueError as error:
+        return {"error": {"exception": "ValueError", "message": str(error)}}
+    except official.ConversionError as error:
+        return {"error": {"status_code": error.status_code, "body": error.body}}
+    version = str(converted.model_version).split(".")[-1]
+    rendered = render_theirs_rendered(_VERSIONS[version], converted.conversation)
+    inference, parsing, constraint = converted.inference_options, converted.parsing_options, None
+    if inference.output_constraint is not None:
+        constraint = {"kind": inference.output_constraint.kind, "schema": inference.output_constraint.schema}
+    stage = parsing.thinking_initial_stage
+    return {
+        "model_version": version,
+        "stream": converted.stream,
+        "prompt": rendered.prompt,
+        "special_ranges": [list(r) for r in rendered.special_ranges],
+        "image_sources": [{"kind": s.kind, "value": s.url or s.data_url or s.data, "detail": s.detail, "path": s.path}
+                          for s in rendered.image_sources],
+        "thinking_mode": converted.conversation.thinking_mode,
+        "reasoning_effort": converted.conversation.reasoning_effort,
+        "tool_choice": converted.conversation.tool_choice,
+        "response_format": converted.conversation.response_format,
+        "inference_options": {
+            "max_tokens": inference.max_tokens, "temperature": inference.temperature, "top_p": inference.top_p,
+            "logprobs": inference.logprobs, "top_logprobs": inference.top_logprobs, "seed": inference.seed,
+            "output_constraint": constraint,
+        },
+        "parsing_options": {
+            "parse_tool_calls": parsing.parse_tool_calls, "starts_in_tool_calls": parsing.starts_in_tool_calls,
+            "parse_json_output": parsing.parse_json_output,
+            "thinking_initial_stage": None if stage is None else str(stage).split(".")[-1],
+            "stop_sequences": parsing.stop_sequences,
+        },
+    }
+
+
+def render_theirs_rendered(version: str, conversation: official.Conversation) -> official.RenderedPrompt:
+    """The referee's rendered prompt."""
+    encoding = official.DeepseekV4Encoding() if version == "v4" else official.DeepseekV41Encoding()
+    return encoding.render_conversation(conversation)
 
 
 def _normal(text: str) -> str:

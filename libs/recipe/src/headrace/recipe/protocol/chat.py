@@ -1,0 +1,551 @@
+"""OpenAI Chat Completions requests."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ..conversation import Conversation, Message, ToolCall, ToolDefinition
+from ..errors import RecipeError
+from . import common
+from .request import OPEN, ConversionOptions, ParsedRequest, Sampling
+from .shape import F32, U8, U32, U64, Check, Misfit, Tagged, describe, misfit, reader, text
+
+Detail = Literal["low", "high", "original", "auto"]
+
+
+class ImageUrl(msgspec.Struct):
+    shape_name = "ChatCompletionImageUrl"
+    url: str
+    detail: Detail | None = None
+
+
+class TextPart(msgspec.Struct):
+    text: str
+
+
+class ImagePart(msgspec.Struct):
+    image_url: ImageUrl
+
+
+class FilePart(msgspec.Struct):
+    file_id: str | None = None
+    file_data: str | None = None
+    filename: str | None = None
+
+
+Part = Annotated[
+    Any,
+    Tagged("ChatCompletionRequestContentBlock", "type", {"text": TextPart, "image_url": ImagePart, "file": FilePart}),
+]
+_parts = reader(list[Part])
+
+
+def _content(value: Any) -> str | list[Any]:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return _parts(value)
+    raise Misfit("content should be a string or a list")
+
+
+Content = Annotated[Any, Check(_content)]
+
+
+class FunctionCall(msgspec.Struct):
+    shape_name = "ChatCompletionRequestFunctionCall"
+    name: str
+    arguments: str
+
+
+class RequestToolCall(msgspec.Struct):
+    shape_name = "ChatCompletionRequestToolCall"
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class SystemMessage(msgspec.Struct):
+    content: Content
+    name: str | None = None
+
+
+class UserMessage(msgspec.Struct):
+    content: Content
+    name: str | None = None
+
+
+class AssistantMessage(msgspec.Struct):
+    content: Content | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[RequestToolCall] | None = None
+    prefix: bool | None = None
+
+
+class OpenAssistantMessage(AssistantMessage):
+    reasoning: str | None = None
+
+
+class ToolMessage(msgspec.Struct):
+    content: Content
+    tool_call_id: str
+
+
+class ReminderMessage(msgspec.Struct):
+    content: str
+
+
+_ROLES: dict[str, type] = {
+    "system": SystemMessage,
+    "user": UserMessage,
+    "assistant": AssistantMessage,
+    "tool": ToolMessage,
+    "latest_reminder": ReminderMessage,
+}
+_OPEN_ROLES = _ROLES | {"assistant": OpenAssistantMessage, "developer": SystemMessage}
+
+
+class FunctionDefinition(msgspec.Struct):
+    shape_name = "ChatCompletionFunctionDefinition"
+    name: str
+    description: str | None = None
+    parameters: Any = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    shape_name = "ChatCompletionTool"
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class ChoiceFunction(msgspec.Struct):
+    shape_name = "ChatCompletionToolChoiceFunction"
+    name: str
+
+
+_choice_type, _choice_function = reader(Literal["function"]), reader(ChoiceFunction)
+
+
+def _tool_choice(value: Any) -> str | ChoiceFunction:
+    """"none", "auto", "required" or a named function."""
+    if isinstance(value, str) and value in ("none", "auto", "required"):
+        return value
+    if not isinstance(value, dict) or "type" not in value:
+        raise Misfit("expected one of `none`, `auto`, `required` or a tool")
+    for field, read in (("type", _choice_type), ("function", _choice_function)):
+        try:
+            result = read(value.get(field))
+        except Misfit as error:
+            raise Misfit(f"field `{field}`: {error.reason}") from None
+    return result
+
+
+class TextFormat(msgspec.Struct):
+    pass
+
+
+class JsonObjectFormat(msgspec.Struct):
+    pass
+
+
+class JsonSchema(msgspec.Struct):
+    shape_name = "ChatCompletionResponseFormatJsonSchema"
+    schema: Any
+    name: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    json_schema: JsonSchema
+
+
+class RegexFormat(msgspec.Struct):
+    regex: str
+
+
+ResponseFormat = Annotated[
+    Any,
+    Tagged("ChatCompletionResponseFormat", "type", {
+        "json_object": JsonObjectFormat, "json_schema": JsonSchemaFormat, "regex": RegexFormat, "text": TextFormat,
+    }),
+]
+
+
+class Thinking(msgspec.Struct):
+    shape_name = "ChatCompletionThinking"
+    type: Literal["adaptive", "enabled", "disabled"]
+    budget_tokens: U64 | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    shape_name = "ChatCompletionStreamOptions"
+    include_usage: bool | None = None
+
+
+def _stop(value: Any) -> str | list[str]:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return [text(item) for item in value]
+    raise Misfit("expected a string or a list")
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"]
+_MESSAGES = "ChatCompletionRequestMessage"
+
+
+class ChatRequest(msgspec.Struct):
+    """A Chat Completions request, the referee's fields."""
+
+    shape_name = "ChatCompletionRequest"
+    messages: list[Annotated[Any, Tagged(_MESSAGES, "role", _ROLES)]]
+    model: str
+    thinking: Thinking | None = None
+    reasoning_effort: Effort | None = None
+    frequency_penalty: F32 | None = None
+    presence_penalty: F32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: U8 | None = None
+    max_tokens: U32 | None = None
+    n: U8 | None = None
+    seed: U64 | None = None
+    stop: Annotated[Any, Check(_stop)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: F32 | None = None
+    top_p: F32 | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Annotated[Any, Check(_tool_choice)] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise misfit(value, "a number")
+    return float(value)
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**32:
+        raise Misfit(f"invalid value: {describe(value)}, expected an integer from -1")
+    return value
+
+
+class OpenStreamOptions(StreamOptions):
+    continuous_usage_stats: bool | None = None
+
+
+class OpenFields(msgspec.Struct):
+    """What serving clients send beyond the referee's fields; every text protocol of the open dialect takes these."""
+
+    min_tokens: U32 | None = None
+    stop_token_ids: list[U32] | None = None
+    ignore_eos: bool | None = None
+    top_k: Annotated[int, Check(_whole)] | None = None
+    min_p: Annotated[float, Check(_number)] | None = None
+    repetition_penalty: Annotated[float, Check(_number)] | None = None
+    cache_salt: str | None = None
+    priority: Any = None
+    request_id: str | None = None
+    rid: str | None = None
+    session_id: str | None = None
+    user: Any = None
+    kv_transfer_params: Any = None
+    return_token_ids: bool | None = None
+    reasoning_alias: bool | None = None
+
+
+class OpenChatRequest(ChatRequest, kw_only=True):
+    """A Chat Completions request in the open dialect."""
+
+    messages: list[Annotated[Any, Tagged(_MESSAGES, "role", _OPEN_ROLES)]]
+    stream_options: OpenStreamOptions | None = None
+    max_completion_tokens: U32 | None = None
+    chat_template_kwargs: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+
+
+_read_official = reader(ChatRequest)
+_read_open = reader(OpenChatRequest)
+read_open_fields = reader(OpenFields)
+_EXTRAS = ("cache_salt", "priority", "request_id", "rid", "session_id", "user", "kv_transfer_params",
+           "return_token_ids", "reasoning_alias")
+
+
+def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN) -> ParsedRequest:
+    """A request body as a conversation and its settings. Raises RecipeError."""
+    value = common.parse_body(body)
+    if options.dialect == "official":
+        return _convert(_read_official(value), options, None)
+    request = _read_open(value)
+    _apply_aliases(request)
+    return _convert(request, options, read_open_fields(value))
+
+
+def _apply_aliases(request: OpenChatRequest) -> None:
+    """Other spellings that serving clients use for the same settings."""
+    if request.max_completion_tokens is not None:
+        request.max_tokens = request.max_completion_tokens
+    kwargs = request.chat_template_kwargs
+    if isinstance(kwargs, dict) and request.thinking is None:
+        wish = kwargs.get("thinking", kwargs.get("enable_thinking"))
+        if isinstance(wish, bool):
+            request.thinking = Thinking("enabled" if wish else "disabled")
+    structured = request.structured_outputs if isinstance(request.structured_outputs, dict) else {}
+    schema, regex = structured.get("json", request.guided_json), structured.get("regex", request.guided_regex)
+    if request.response_format is None and isinstance(schema, dict | bool):
+        request.response_format = JsonSchemaFormat(JsonSchema(schema))
+    elif request.response_format is None and isinstance(regex, str):
+        request.response_format = RegexFormat(regex)
+
+
+def _convert(request: ChatRequest, options: ConversionOptions, fields: OpenFields | None) -> ParsedRequest:
+    version = common.model_version(request.model, options)
+    kind = None if request.thinking is None else request.thinking.type
+    thinking, effort = common.thinking_mode(kind, request.reasoning_effort, options.default_thinking_mode)
+    conversation = Conversation(thinking_mode=thinking, reasoning_effort=effort)
+    _set_tools(conversation, request)
+    messages = _messages(request, version, options)
+    absent = common.fill_reasoning(messages, thinking, options, "reasoning_content")
+    conversation.messages = messages
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    common.check_stops(stops, "stop", single=isinstance(request.stop, str))
+    if request.stream_options is not None and not request.stream:
+        raise RecipeError("stream_options should be set along with stream = true")
+    schema = _set_format(conversation, request)
+    sampling = _sampling(request, thinking, stops, options, fields)
+    common.resolve_sampling(sampling, version, thinking, conversation.tools_active, options)
+    extras = open_extras(fields)
+    if getattr(request.stream_options, "continuous_usage_stats", None):
+        extras["continuous_usage_stats"] = True
+    return ParsedRequest(
+        protocol="chat",
+        model=request.model,
+        version=version,
+        conversation=conversation,
+        sampling=sampling,
+        parsing=common.parsing_options(conversation, stops, options),
+        stream=bool(request.stream),
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        output_constraint=common.output_constraint(conversation, schema),
+        extras=extras,
+        reasoning_absent=absent,
+    )
+
+
+def _set_tools(conversation: Conversation, request: ChatRequest) -> None:
+    tools = []
+    for index, tool in enumerate(request.tools or ()):
+        function = tool.function
+        common.check_tool_name(function.name, f"tools[{index}].function.name")
+        parameters = common.tool_parameters(function.name, function.parameters, function.strict)
+        tools.append(ToolDefinition(function.name, function.description, parameters, function.strict))
+    common.check_unique(tools)
+    common.check_strict_mix(tools)
+    choice = request.tool_choice
+    named = choice.name if isinstance(choice, ChoiceFunction) else None
+    conversation.tools, conversation.tool_choice = common.choose_tools(
+        tools, None if named else choice, named, conversation.thinking_mode
+    )
+
+
+def _messages(request: ChatRequest, version: str, options: ConversionOptions) -> list[Message]:
+    source = request.messages
+    if not source:
+        raise RecipeError("Empty input messages")
+    _check_tool_results(source)
+    messages = [_message(item, index, version, options) for index, item in enumerate(source)]
+    for index, message in enumerate(messages):
+        if message.prefix and index != len(messages) - 1:
+            raise RecipeError("Invalid completion message: prefix set true with message which is not final message or "
+                              "message role is not assistant")
+    if messages[-1].prefix and request.tools:
+        raise RecipeError("Function call should not be used with prefix")
+    return messages
+
+
+def _message(item: Any, index: int, version: str, options: ConversionOptions) -> Message:
+    path = f".messages[{index}]"
+    token = options.special_tokens.image
+    if isinstance(item, ReminderMessage):
+        return Message("latest_reminder", item.content)
+    if isinstance(item, AssistantMessage):
+        return _assistant(item, index, version, path, token)
+    content = _gather(item.content, version, path, token)
+    if isinstance(item, ToolMessage):
+        return content.fill(Message("tool", tool_call_id=item.tool_call_id))
+    return content.fill(Message("system" if isinstance(item, SystemMessage) else "user"))
+
+
+def _assistant(item: AssistantMessage, index: int, version: str, path: str, token: str) -> Message:
+    calls = item.tool_calls
+    if calls is not None and not calls:
+        raise RecipeError(f"Invalid 'messages[{index}].tool_calls': empty array. "
+                          "Expected an array with minimum length 1, but got an empty array instead.")
+    if item.content is None and calls is None:
+        raise RecipeError("Invalid assistant message: content or tool_calls must be set")
+    reasoning = item.reasoning_content
+    if reasoning is None:
+        reasoning = getattr(item, "reasoning", None)
+    message = Message(
+        "assistant",
+        reasoning_content=reasoning,
+        tool_calls=None if calls is None else [ToolCall(c.id, c.function.name, c.function.arguments) for c in calls],
+        prefix=bool(item.prefix),
+    )
+    content = _gather(item.content or "", version, path, token)
+    if any(not isinstance(part, str) for part in content.parts):
+        raise RecipeError("Image in assistant message is not supported")
+    return content.fill(message)
+
+
+def _gather(source: str | list[Any], version: str, path: str, token: str) -> common.Content:
+    content = common.Content(token, path)
+    if isinstance(source, str):
+        content.text(source)
+        return content
+    for part in source:
+        if isinstance(part, TextPart):
+            content.text(part.text)
+        elif version == "v4":
+            content.text(common.UNSUPPORTED_IMAGE)  # V4 models cannot see: the image is not even looked at
+        elif isinstance(part, ImagePart):
+            content.image(common.image_source(part.image_url.url, part.image_url.detail, path))
+        else:
+            content.image(_file(part, path))
+    return content
+
+
+def _file(part: FilePart, path: str) -> Any:
+    if part.file_id is None and part.file_data is None:
+        raise RecipeError(f"{path}: file must have a file_id or file_data")
+    if part.file_id is not None and part.file_data is not None:
+        raise RecipeError(f"{path}: file cannot have both file_id and file_data")
+    if part.file_id is not None and part.filename is not None:
+        raise RecipeError(f"{path}: file cannot have filename when file_id is present")
+    if part.file_id is not None:
+        raise RecipeError(f"{path}: file_id is not supported. Pass the image as a base64 data url instead.")
+    if not part.file_data.startswith("data:image/"):
+        raise RecipeError(f"{path}: file_data is not a valid base64 data url")
+    return common.image_source(part.file_data, None, path, "file_data")
+
+
+def _check_tool_results(source: list[Any]) -> None:
+    """Results follow the calls they answer directly and answer every one, each once."""
+    index, count = 0, len(source)
+    while index < count:
+        item = source[index]
+        if isinstance(item, ToolMessage):
+            raise RecipeError("Messages with role 'tool' must be a response to a preceding message with 'tool_calls'")
+        calls = item.tool_calls if isinstance(item, AssistantMessage) else None
+        index += 1
+        if calls:
+            _check_results(calls, source, index)
+            index += len(calls)
+
+
+def _check_results(calls: list[RequestToolCall], source: list[Any], start: int) -> None:
+    wanted: list[str] = []
+    for call in calls:
+        if call.id in wanted:
+            raise RecipeError(f"Duplicate value for 'tool_call_id' of {call.id} in message[{start - 1}]")
+        wanted.append(call.id)
+    answered: list[str] = []
+    required = "An assistant message with 'tool_calls' must be followed by tool messages responding to each 'tool_call_id'"
+    for position in range(start, start + len(calls)):
+        item = source[position] if position < len(source) else None
+        if not isinstance(item, ToolMessage):
+            raise RecipeError(f"{required}. (insufficient tool messages following tool_calls message)")
+        if item.tool_call_id in answered:
+            raise RecipeError(f"Duplicate value for 'tool_call_id' of {item.tool_call_id} in message[{position}]")
+        if item.tool_call_id not in wanted:
+            raise RecipeError(
+                f"{required}, The following tool_call_ids did not have response messages: {item.tool_call_id}"
+            )
+        answered.append(item.tool_call_id)
+
+
+def _set_format(conversation: Conversation, request: ChatRequest) -> Any:
+    """The response format; returns the schema that the constraint uses."""
+    form = request.response_format
+    last = conversation.messages[-1]
+    if isinstance(form, JsonObjectFormat):
+        if last.prefix:
+            raise RecipeError("response_format json_object should not be used with prefix")
+        if not any("json" in m.content.lower() for m in conversation.messages if m.role in ("system", "user", "assistant")):
+            raise RecipeError("Prompt must contain the word 'json' in some form to use 'response_format' of type 'json_object'.")
+        conversation.response_format = "json_object"
+    elif isinstance(form, JsonSchemaFormat):
+        schema = common.schema_format(form.json_schema.schema, form.json_schema.strict)
+        conversation.response_format, conversation.response_schema = "json_schema", form.json_schema.schema
+        return schema
+    elif isinstance(form, RegexFormat):
+        conversation.response_format, conversation.response_regex = "regex", form.regex
+    return None
+
+
+def _sampling(
+    request: ChatRequest, thinking: bool, stops: list[str], options: ConversionOptions, fields: OpenFields | None
+) -> Sampling:
+    if any(tool.function.strict for tool in request.tools or ()) and request.response_format is not None and not isinstance(
+        request.response_format, TextFormat
+    ):
+        raise RecipeError("response_format should not be used with tools")
+    n = 1 if request.n is None else request.n
+    if fields is None and n != 1:
+        raise RecipeError("Invalid n value (currently only n = 1 is supported)")
+    if not 1 <= n <= 128:
+        raise RecipeError(f"Invalid n value {n}, the valid range of n is [1, 128]", param="n")
+    common.in_range("presence_penalty", request.presence_penalty, -2, 2, "[-2, 2]")
+    common.in_range("frequency_penalty", request.frequency_penalty, -2, 2, "[-2, 2]")
+    common.in_range("temperature", request.temperature, 0, 2, "[0, 2]")
+    common.in_range("top_p", request.top_p, 0, 1, "(0, 1.0]", open_low=True)
+    if request.top_logprobs is not None:
+        if not request.logprobs:
+            raise RecipeError("Invalid top_logprobs and logprobs value, logprobs must be set to true if top_logprobs is used.")
+        if request.top_logprobs > 20:
+            raise RecipeError("Invalid top_logprobs value, the valid range of top_logprobs is [0, 20].")
+    bound = options.max_tokens_bound(thinking)
+    if request.max_tokens is not None and not 1 <= request.max_tokens <= bound:
+        raise RecipeError(f"Invalid max_tokens value, the valid range of max_tokens is [1, {bound}]")
+    if request.seed is not None and request.seed >= 2**63:
+        raise RecipeError("Invalid seed value, the valid range of seed is [0, 2^63)")
+    sampling = Sampling(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        seed=request.seed,
+        max_tokens=request.max_tokens,
+        stop=stops,
+        logprobs=bool(request.logprobs),
+        top_logprobs=request.top_logprobs,
+        n=n,
+    )
+    if fields is not None:
+        apply_open(sampling, fields)
+    return sampling
+
+
+def open_extras(fields: OpenFields | None) -> dict[str, Any]:
+    """The fields that the gateway may act on, those that were sent."""
+    if fields is None:
+        return {}
+    return {name: value for name in _EXTRAS if (value := getattr(fields, name)) is not None}
+
+
+def apply_open(sampling: Sampling, fields: OpenFields) -> None:
+    """Settings of the open dialect, checked."""
+    common.in_range("min_p", fields.min_p, 0, 1, "[0, 1]")
+    common.in_range("repetition_penalty", fields.repetition_penalty, 0, 2, "(0, 2]", open_low=True)
+    if fields.min_tokens is not None and sampling.max_tokens is not None and fields.min_tokens > sampling.max_tokens:
+        raise RecipeError(f"min_tokens ({fields.min_tokens}) must not exceed max_tokens ({sampling.max_tokens})", param="min_tokens")
+    sampling.min_tokens = fields.min_tokens
+    sampling.stop_token_ids = fields.stop_token_ids or []
+    sampling.ignore_eos = bool(fields.ignore_eos)
+    sampling.top_k = None if fields.top_k in (None, 0, -1) else fields.top_k
+    sampling.min_p = fields.min_p
+    sampling.repetition_penalty = fields.repetition_penalty

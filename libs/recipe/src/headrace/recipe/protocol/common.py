@@ -1,0 +1,305 @@
+"""Rules that the protocols share: thinking, sampling, tools, formats, images and tool results."""
+
+import re
+from typing import Any
+
+import msgspec
+
+from ..conversation import Conversation, ImageDetail, ImageSource, Message, ToolDefinition
+from ..errors import RecipeError, ShapeError
+from ..jsontext import JSONError, compact, loads
+from ..stream.options import ParsingOptions
+from .request import ConversionOptions, OutputConstraint, Sampling
+from .schema import SchemaError, StrictError, check, strict
+
+EFFORTS = {"minimal": "low", "low": "low", "medium": "high", "high": "high", "xhigh": "xhigh", "ultra": "max", "max": "max"}
+MAX_STOPS = 16
+MAX_URL = 20 * 1024 * 1024  # characters of a data URL or link
+UNSUPPORTED_IMAGE = "[Unsupported Image]"
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]+\Z")
+_IMAGE_DATA_URL = re.compile(r"data:image/[^;,]+;", re.IGNORECASE)
+
+
+def parse_body(body: bytes | str | dict[str, Any]) -> Any:
+    """The JSON value of a request body. Raises ShapeError."""
+    if isinstance(body, dict):
+        return body
+    try:
+        return loads(body)
+    except JSONError as error:
+        raise ShapeError(f"invalid JSON request: {error}") from None
+
+
+def model_version(model: str, options: ConversionOptions) -> str:
+    """Template version of a model name."""
+    version = options.models.get(model)
+    if version is None:
+        if options.dialect == "open":
+            names = ", ".join(sorted(options.models))
+            raise RecipeError(f"The model `{model}` does not exist; served models: {names}.", status=404,
+                              param="model", code="model_not_found")
+        raise RecipeError(f"The supported API model names are {', '.join(sorted(options.models))}, but you passed {model}.")
+    return version
+
+
+def thinking_mode(kind: str | None, effort: str | None, default: bool) -> tuple[bool, str | None]:
+    """(thinking, effort) from a thinking type and a requested effort; an effort alone turns thinking on."""
+    if kind == "disabled" or (kind is None and effort == "none"):
+        return False, None
+    if kind is None and effort is None and not default:
+        return False, None
+    return True, EFFORTS.get(effort or "high", "high")
+
+
+def in_range(name: str, value: float | None, low: float, high: float, shown: str, *, open_low: bool = False) -> None:
+    """Raise when `value` is outside [low, high] or (low, high]."""
+    if value is not None and not (low < value <= high if open_low else low <= value <= high):
+        raise RecipeError(f"Invalid {name} value, the valid range of {name} is {shown}", param=None)
+
+
+def check_stops(stops: list[str], name: str, single: bool = False) -> None:
+    """At most 16 stop strings, none empty."""
+    if len(stops) > MAX_STOPS:
+        raise RecipeError(f"Stop string array too long: {len(stops)}")
+    for index, stop in enumerate(stops):
+        if not stop:
+            place = name if single else f"{name}[{index}]"
+            raise RecipeError(
+                f"Invalid '{place}': empty string. Expected a string with minimum length 1, but got an empty string instead."
+            )
+
+
+def resolve_sampling(
+    sampling: Sampling, version: str, thinking: bool, tools_active: bool, options: ConversionOptions
+) -> None:
+    """Apply the referee's forced values; the open dialect keeps what was sent."""
+    if options.dialect == "open":
+        return
+    requested = 1.0 if sampling.top_p is None else sampling.top_p
+    if thinking:
+        sampling.temperature = 1.0
+    elif sampling.temperature is None:
+        sampling.temperature = 1.0
+    if version == "v41":
+        sampling.top_p = max(_F32_095, requested) if thinking else 1.0
+        if thinking and sampling.top_p != requested:
+            sampling.top_p = _F32_095
+    elif thinking:
+        sampling.top_p = _F32_095 if tools_active else 1.0
+    else:
+        sampling.top_p = requested
+    sampling.presence_penalty = sampling.frequency_penalty = None
+
+
+_F32_095 = 0.949999988079071  # 0.95 in binary32
+
+
+# --- tools -----------------------------------------------------------------------------------------------------------
+
+
+def check_tool_name(name: str, place: str) -> None:
+    """Tool names are non-empty and of letters, digits, `_` and `-`."""
+    if not name:
+        raise RecipeError(
+            f"Invalid '{place}': empty string. Expected a string with minimum length 1, but got an empty string instead."
+        )
+    if not _TOOL_NAME.match(name):
+        raise RecipeError(
+            f"Invalid '{place}': string does not match pattern. "
+            "Expected a string that matches the pattern '^[a-zA-Z0-9_-]+$'."
+        )
+
+
+def tool_parameters(name: str, parameters: Any, is_strict: bool | None) -> Any:
+    """A tool's schema, checked, and rebuilt when strict."""
+    if is_strict:
+        try:
+            return strict({"type": "object"} if parameters is None else parameters, tool=True)
+        except StrictError as error:
+            raise RecipeError(str(error)) from None
+        except SchemaError as error:
+            raise RecipeError(f"Invalid tool parameters schema : {error}") from None
+    if parameters is None:
+        return {}
+    check_tool_schema(name, parameters)
+    return parameters
+
+
+def check_tool_schema(name: str, parameters: Any) -> None:
+    """A tool's schema is a JSON schema of an object."""
+    try:
+        check(parameters)
+    except SchemaError as error:
+        raise RecipeError(f"Invalid schema for function '{name}': {error}") from None
+    kind = parameters.get("type") if isinstance(parameters, dict) else None
+    if kind != "object":
+        raise RecipeError(
+            f"Invalid schema for function '{name}': "
+            f"schema must be a JSON Schema of 'type: \"object\"', got 'type: {compact(kind)}'."
+        )
+
+
+def check_unique(tools: list[ToolDefinition]) -> None:
+    """No two tools of one name."""
+    if len({tool.name for tool in tools}) != len(tools):
+        raise RecipeError("Tool names must be unique.")
+
+
+def check_strict_mix(tools: list[ToolDefinition]) -> None:
+    """Either all tools are strict or none."""
+    if any(tool.strict for tool in tools) and not all(tool.strict for tool in tools):
+        raise RecipeError("Cannot use strict tool with non-strict tool in the same request")
+
+
+def choose_tools(
+    tools: list[ToolDefinition], choice: str | None, named: str | None, thinking: bool
+) -> tuple[list[ToolDefinition], str]:
+    """The tools and the tool choice that the model sees. A named choice narrows the list and requires a call."""
+    if not tools:
+        return tools, "none" if choice == "none" else "auto"
+    if named is not None:
+        tools = [tool for tool in tools if tool.name == named]
+        if not tools:
+            raise RecipeError(
+                f"Invalid value for 'tool_call': no function named '{named}' was specified in the 'tools' parameter."
+            )
+        choice = "required"
+    if choice == "required" and thinking:
+        raise RecipeError("Thinking mode does not support this tool_choice")
+    return tools, choice or "auto"
+
+
+# --- formats and constraints -----------------------------------------------------------------------------------------
+
+
+def schema_format(schema: Any, is_strict: bool | None) -> Any:
+    """A response format's schema as the constraint uses it: checked, or rebuilt when strict."""
+    try:
+        if is_strict:
+            return strict(schema, tool=False)
+        check(schema)
+    except StrictError as error:
+        raise RecipeError(str(error)) from None
+    except SchemaError as error:
+        raise RecipeError(f"Invalid json schema: {error}") from None
+    return schema
+
+
+def output_constraint(conversation: Conversation, schema: Any) -> OutputConstraint | None:
+    """What constrained decoding would enforce; tools win over formats."""
+    if conversation.tools_active:
+        kind = "tool_call_required" if conversation.tool_choice == "required" else "tool_call"
+        functions = [_function(tool) for tool in conversation.tools]
+        return OutputConstraint(kind, compact(functions), conversation.tools)
+    if conversation.response_format == "json_object":
+        return OutputConstraint("json", "")
+    if conversation.response_format == "json_schema":
+        return OutputConstraint("json", compact(schema), conversation.response_schema)
+    if conversation.response_format == "regex":
+        return OutputConstraint("regex", conversation.response_regex or "")
+    return None
+
+
+def _function(tool: ToolDefinition) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+    if tool.defer_loading:
+        return {"type": "function", "function": function, "defer_loading": True}
+    return {"type": "function", "function": function}
+
+
+def parsing_options(conversation: Conversation, stops: list[str], options: ConversionOptions) -> ParsingOptions:
+    """How the reply to `conversation` is to be read."""
+    active = conversation.tools_active
+    stage = None
+    if conversation.thinking_mode:
+        stage = "reasoning_start"
+        last = conversation.messages[-1] if conversation.messages else None
+        if last is not None and last.prefix:
+            if last.content:
+                stage = "content_continuation"
+            elif last.reasoning_content:
+                stage = "reasoning_continuation"
+    return ParsingOptions(
+        parse_tool_calls=active,
+        starts_in_tool_calls=active and conversation.tool_choice == "required",
+        parse_json_output=conversation.response_format == "json_object",
+        thinking_initial_stage=stage,
+        stop_sequences=stops,
+        special_tokens=options.special_tokens,
+        repair=options.repair,
+        lenient_end=options.dialect == "open",
+    )
+
+
+# --- content ---------------------------------------------------------------------------------------------------------
+
+
+class Content(msgspec.Struct):
+    """Parts of one message, gathered: texts and images in order."""
+
+    image_token: str
+    path: str = ""
+    parts: list[str | ImageSource] = []
+
+    def text(self, text: str) -> None:
+        """Add a text part."""
+        self.parts.append(text)
+
+    def image(self, source: ImageSource) -> None:
+        """Add an image."""
+        self.parts.append(source)
+
+    def fill(self, message: Message, separator: str = "\n\n") -> Message:
+        """Write the parts into `message`, joined by `separator`."""
+        sources = [part for part in self.parts if isinstance(part, ImageSource)]
+        spelled = [part if isinstance(part, str) else self.image_token for part in self.parts]
+        message.content = separator.join(spelled)
+        message.image_token = self.image_token
+        if sources:
+            message.image_sources = sources
+            message.parts = self._texts(separator)
+        return message
+
+    def _texts(self, separator: str) -> list[str]:
+        """The texts around the images."""
+        texts = [""]
+        for index, part in enumerate(self.parts):
+            if index:
+                texts[-1] += separator
+            if isinstance(part, str):
+                texts[-1] += part
+            else:
+                texts.append("")
+        return texts
+
+
+def image_source(url: str, detail: ImageDetail | None, path: str, field: str = "image_url") -> ImageSource:
+    """An image from a client's URL: http(s) or an image data URL."""
+    if url.startswith(("http://", "https://")):
+        return ImageSource("url", url, detail or "high", path)
+    if url.startswith("data:image/"):
+        return ImageSource("data_url", url, detail or "high", path)
+    raise RecipeError(f"{path}: Unsupported {field} format")
+
+
+# --- history ---------------------------------------------------------------------------------------------------------
+
+
+def fill_reasoning(
+    messages: list[Message], thinking: bool, options: ConversionOptions, field: str
+) -> frozenset[int]:
+    """Give assistant turns without reasoning an empty one in thinking mode; the indexes of those turns.
+
+    With `reasoning_content="reject"`, refuse when a turn with tool calls after the last user message lacks its own.
+    """
+    if not thinking:
+        return frozenset()
+    absent = frozenset(i for i, m in enumerate(messages) if m.role == "assistant" and m.reasoning_content is None)
+    if options.reasoning_content == "reject":
+        last_user = max((i for i, m in enumerate(messages) if m.role == "user"), default=-1)
+        turn = range(last_user + 1, len(messages))
+        if any(messages[i].tool_calls for i in turn) and any(i in absent for i in turn):
+            raise RecipeError(f"The `{field}` in the thinking mode must be passed back to the API.")
+    for index in absent:
+        messages[index].reasoning_content = ""
+    return absent
