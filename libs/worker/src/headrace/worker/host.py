@@ -11,6 +11,7 @@ scheduled (a sweep that only runs with new work never frees what keeps new work 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,8 @@ import structlog
 from headrace.engine import api
 
 log = structlog.get_logger()
+
+BURST = 0.0002  # seconds: steps that take no time run back to back for this long before the loop gets its turn
 
 
 class EngineHost:
@@ -76,8 +79,26 @@ class EngineHost:
 
     def _step(self) -> None:
         self._scheduled = False
-        if self._stopped:
-            return
+        began = time.monotonic()
+        while not self._stopped:
+            plan = self._plan()
+            if plan is None:
+                return
+            self._stepping = True
+            if self._threaded:
+                self._pool.submit(self.engine.execute, plan).add_done_callback(lambda f, plan=plan: self._executed(plan, f))
+                return
+            seconds, plan.seconds = plan.seconds, 0.0
+            if seconds > 0:
+                self._loop.call_later(seconds, self._timed, plan)
+                return
+            self._inline(plan)
+            if not self.engine.has_work():
+                return
+            if time.monotonic() - began > BURST:
+                return self.wake()
+
+    def _plan(self) -> Any | None:
         plan = None
         try:
             plan = self.engine.plan()
@@ -85,17 +106,12 @@ class EngineHost:
             self._fail(None, error)
         if plan is None:
             self.last_step = time.monotonic()  # idle, or waiting for memory that a peer holds: the tick looks again
-            return
-        self._stepping = True
-        if self._threaded:
-            future = self._pool.submit(self.engine.execute, plan)
-            future.add_done_callback(lambda f: self._executed(plan, f))
-            return
-        seconds, plan.seconds = plan.seconds, 0.0
-        if seconds > 0:
-            self._loop.call_later(seconds, self._inline, plan)
-        else:
-            self._inline(plan)
+        return plan
+
+    def _timed(self, plan: Any) -> None:
+        self._inline(plan)
+        if self.engine.has_work():
+            self.wake()
 
     def _inline(self, plan: Any) -> None:
         try:
@@ -108,10 +124,13 @@ class EngineHost:
     def _executed(self, plan: Any, future: Future) -> None:  # in the model thread
         error = future.exception()
         result = None if error is not None else future.result()
-        try:
-            self._loop.call_soon_threadsafe(self._finish, plan, result, error)
-        except RuntimeError:  # the loop is closed: the process ends
-            pass
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+            self._loop.call_soon_threadsafe(self._joined, plan, result, error)
+
+    def _joined(self, plan: Any, result: Any, error: BaseException | None) -> None:
+        self._finish(plan, result, error)
+        if self.engine.has_work():
+            self.wake()
 
     def _finish(self, plan: Any, result: Any, error: BaseException | None) -> None:
         self._stepping = False
@@ -126,8 +145,6 @@ class EngineHost:
                 self._deliver(events)
         else:
             self._fail(plan, error)
-        if self.engine.has_work():
-            self.wake()
 
     def _deliver(self, events: list[api.Event]) -> None:
         if events:
