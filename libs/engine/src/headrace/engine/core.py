@@ -149,15 +149,18 @@ class EngineCore:
     def fail(self, plan: Plan | None, error: BaseException) -> list[api.Event]:
         return self.scheduler.abort(plan, "internal", f"the engine's step failed: {error!r}")
 
-    def step(self) -> list[api.Event]:
-        """Plan, execute and apply in this thread. Empty when nothing can run."""
+    def step(self) -> list[api.Event] | None:
+        """Plan, execute and apply in this thread. None when nothing can run."""
         plan = self.plan()
         if plan is None:
-            return []
+            return None
         try:
             result = self.execute(plan)
-        except Exception as error:
-            return self.fail(plan, error)
+        except BaseException as error:
+            events = self.fail(plan, error)
+            if not isinstance(error, Exception):  # interrupted by the user
+                raise
+            return events
         return self.apply(plan, result)
 
     # ------------------------------------------------------------ what is known

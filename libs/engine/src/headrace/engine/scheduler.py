@@ -175,7 +175,7 @@ class Scheduler:
     def _plan_decodes(self, plan: Plan) -> None:
         short = 0  # blocks that are wanted and will not come by the preemptions of this step
         for sequence in list(self.running):
-            if sequence.prefilling or sequence in plan.preempt:
+            if sequence.prefilling or sequence.status is not Status.RUNNING or sequence in plan.preempt:
                 continue
             if not self._grow(sequence):
                 short += 1
@@ -201,8 +201,11 @@ class Scheduler:
         return None
 
     def _preempt(self, victim: Sequence, plan: Plan) -> int:
-        """Save the victim to host memory, or end it when that is full. Returns the blocks that come free: shared ones don't."""
+        """Save the victim to host memory, or end it when that is full. Returns the blocks that come free: not shared ones."""
         freed = sum(self.pool.references(block) == 1 for block in victim.block_table)
+        if victim.prefilling and not victim.chunks:  # nothing is computed yet, so there is nothing to save
+            self._requeue(victim)
+            return freed
         leaving = [victim, *plan.preempt]
         nbytes = sum(len(s.block_table) * self.spec.block_bytes + self.spec.state_bytes for s in leaving)
         if self.swapped_bytes + nbytes > self.config.swap_bytes:
