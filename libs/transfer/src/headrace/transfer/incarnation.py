@@ -100,6 +100,28 @@ def is_dead(incarnation: str, shm_dir: str | os.PathLike) -> bool:
     return True
 
 
+class Watch:
+    """Asks about one incarnation of this directory again and again: its lock file stays open, so asking is one system call."""
+
+    def __init__(self, incarnation: str, shm_dir: str | os.PathLike) -> None:
+        self._fd = -1
+        with contextlib.suppress(FileNotFoundError):
+            self._fd = os.open(_lock_path(shm_dir, incarnation), os.O_RDONLY | os.O_CLOEXEC)
+
+    def is_dead(self) -> bool:
+        """The lock is free (also when its file is unlinked by now), or there was none."""
+        if self._fd >= 0:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                self.close()
+        return self._fd < 0
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
 def nonce_of(incarnation: str) -> str:
     """The directory nonce inside an incarnation's name. ValueError for anything that is no such name."""
     parts = incarnation.split(SEPARATOR)

@@ -44,6 +44,7 @@ class ShmPeer:
         self._maps: dict[str, mmap.mmap] = {}
         self._views: dict[str, memoryview] = {}
         self._pool: ThreadPoolExecutor | None = None  # one thread: copies to one peer don't fight for the same memory bus
+        self._owner = incarnations.Watch(self.incarnation, shm_dir)
         self._check_alive()
         self._fence = self._map("fence", None).cast("I")
 
@@ -84,6 +85,7 @@ class ShmPeer:
         self.closed, self.reason = True, "closed here"
         if self._pool:
             await asyncio.get_running_loop().run_in_executor(None, self._pool.shutdown)
+        self._owner.close()
         self._fence.release()
         for view in self._views.values():
             view.release()
@@ -105,7 +107,7 @@ class ShmPeer:
             raise DeadlineExceeded(f"the deadline for {self.instance} has passed")
 
     def _check_alive(self) -> None:
-        if incarnations.is_dead(self.incarnation, self._dir):
+        if self._owner.is_dead():
             self.reason = "its process is gone"
             raise PeerLost(f"{self.instance} ({self.incarnation}) is dead: the lock on its incarnation is free")
 
