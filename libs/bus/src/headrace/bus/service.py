@@ -62,6 +62,7 @@ class Service:
     role: ClassVar[str] = "service"
     description: ClassVar[str] = "A Headrace service"
     Settings: ClassVar[type[Settings]] = Settings
+    http_reuse_port: bool = False
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -207,21 +208,27 @@ class Service:
         return self.state == "ready" and self.bus is not None and self.bus.connected
 
     async def _start_http(self) -> None:
-        app = web.Application()
-        app.add_routes(self.side_door())
-        self._http = web.AppRunner(app, access_log=None)
+        host, port, flag = self.http_address()
+        self._http = self.http_runner()
         await self._http.setup()
-        site = web.TCPSite(self._http, self.settings.host, self.settings.metrics_port)
+        site = web.TCPSite(self._http, host, port, reuse_port=self.http_reuse_port or None, backlog=1024)
         try:
             await site.start()
         except OSError as error:
             raise StartError(
-                f"can't listen on {self.settings.host}:{self.settings.metrics_port} ({error.strerror}); "
-                "choose another --metrics-port (0 takes a free one) or --host"
+                f"can't listen on {host}:{port} ({error.strerror or error}); choose another {flag} (0 takes a free one) or --host"
             ) from error
-        port = self._http.addresses[0][1]
-        self.http_url = f"http://{self.settings.host}:{port}"
-        self.log.info("listening", health=f"{self.http_url}/health", metrics=f"{self.http_url}/metrics")
+        self.http_url = f"http://{host}:{self._http.addresses[0][1]}"
+        self.log.info("listening", url=self.http_url)
+
+    def http_address(self) -> tuple[str, int, str]:
+        """Where HTTP is served: host, port, and the flag that sets the port."""
+        return self.settings.host, self.settings.metrics_port, "--metrics-port"
+
+    def http_runner(self) -> web.AppRunner:
+        app = web.Application()
+        app.add_routes(self.side_door())
+        return web.AppRunner(app, access_log=None)
 
     def side_door(self) -> list[web.RouteDef]:
         """Routes of health, readiness and metrics; the gateway puts them beside its API."""

@@ -1,0 +1,301 @@
+"""The HTTP API: routes, bodies, limits, and the way of a request from bytes to the dispatcher.
+
+Reads top-down as a request lives: `generate` authenticates, parses and renders (`headrace.recipe`), makes a record and hands it to
+the dispatcher with a reply that writes to the connection. What clients may send and what they see is recipe's knowledge; where it
+runs is the dispatcher's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from aiohttp import web
+
+from headrace.bus import messages as m
+from headrace.bus import nuid
+from headrace.kv.hashing import BlockHasher
+from headrace.recipe.errors import RecipeError
+from headrace.recipe.jsontext import JSONError, compact, loads
+from headrace.recipe.protocol import ParsedRequest
+
+from . import errors
+from .auth import Auth
+from .dispatch import Record
+from .endpoints import ENDPOINTS, Endpoint
+from .exchange import Exchange, Written
+from .reply import Reply
+from .routing import Group
+
+if TYPE_CHECKING:
+    from .service import Gateway
+
+HASHERS = 1024  # block hashers kept, one per layout and namespace
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+log = structlog.get_logger("headrace.gateway")
+
+
+class Api:
+    """Handlers of one gateway."""
+
+    auth: Auth
+
+    def __init__(self, gateway: Gateway):
+        self._gateway = gateway
+        self._settings = gateway.settings
+        self._hashers: dict[tuple[str, bytes], BlockHasher] = {}
+        self._random = random.SystemRandom()
+
+    def runner(self, side_door: list[web.RouteDef]) -> web.AppRunner:
+        app = web.Application(client_max_size=self._settings.max_body_bytes)
+        app.add_routes(side_door)
+        for path, endpoint in ENDPOINTS.items():
+            app.router.add_post(path, self._handler(endpoint))
+        for path in ("/v1/models", "/models"):
+            app.router.add_get(path, self._models)
+        for path in ("/tokenize", "/v1/tokenize"):
+            app.router.add_post(path, self._tokenize)
+        for path in ("/detokenize", "/v1/detokenize"):
+            app.router.add_post(path, self._detokenize)
+        app.router.add_get("/version", self._version)
+        app.router.add_route("*", "/{path:.*}", self._not_found)
+        # A client that goes away cancels its handler, and that cancels the request.
+        return web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=75.0)
+
+    # ------------------------------------------------------------ generation
+
+    def _handler(self, endpoint: Endpoint) -> Any:
+        async def handle(request: web.Request) -> Written:
+            return await self.generate(request, endpoint)
+
+        return handle
+
+    async def generate(self, request: web.Request, endpoint: Endpoint) -> Written:
+        """One generation request, from headers to the last byte."""
+        received = time.monotonic()
+        exchange = self._exchange(request)
+        reply: Reply | None = None
+        try:
+            reply, records = await self._prepare(request, endpoint, exchange, received)
+            if len(records) == 1:
+                await self._gateway.dispatcher.run(records[0])
+            else:
+                await asyncio.gather(*map(self._gateway.dispatcher.run, records))
+        except RecipeError as error:
+            exchange.fail(error, endpoint.protocol, self._settings.dialect)
+            self._count(endpoint, error.status, exchange, received, None)
+        except Exception as error:  # a defect of ours: the client is told, and the log has the details
+            log.exception("request failed", request_id=exchange.request_id)
+            if not exchange.opened:
+                exchange.fail(errors.internal(), endpoint.protocol, self._settings.dialect)
+            else:
+                exchange.abort()
+            self._count(endpoint, 500, exchange, received, error)
+        else:
+            status = reply.failed.status if reply.failed else 200
+            self._count(endpoint, status, exchange, received, reply)
+        finally:
+            exchange.settle()
+        return exchange.result()
+
+    async def _prepare(
+        self, request: web.Request, endpoint: Endpoint, exchange: Exchange, received: float
+    ) -> tuple[Reply, list[Record]]:  # fmt: skip
+        """Everything before the first word to a worker. Raises RecipeError."""
+        gateway, models = self._gateway, self._gateway.models
+        if gateway.state == "draining":
+            raise errors.draining()
+        tenant = self.auth.tenant(request.headers)
+        body = await self._json(request)
+        if not gateway.bus.connected:
+            raise errors.bus_down()
+        options = models.options
+        if not options.models:
+            raise errors.no_workers("worker")
+        if "model" not in body and options.dialect == "open":
+            body["model"] = models.names[0]
+        parsed = endpoint.parse(body, options)
+        group = models.group(parsed.model)
+        assert group is not None, "recipe refuses names that are not in options.models"
+        namespace = self.auth.namespace(tenant, parsed.extras.get("cache_salt"))
+
+        trace, request_id = gateway.trace, exchange.request_id
+        shown = exchange.client_id.decode("utf-8", "replace")
+        trace.event(request_id, "gateway.received", client_id=shown, endpoint=endpoint.name, model=parsed.model)
+        started = time.monotonic()
+        prompts = await endpoint.encode(models.encoding, parsed, namespace)
+        tokens = sum(map(len, prompts))
+        trace.event(request_id, "gateway.rendered", (time.monotonic() - started) * 1e3, prompt_tokens=tokens)
+
+        limit, wire = models.limit(group), self._sampling(parsed)
+        streams = endpoint.streams(parsed, models.tokenizer, request_id, len(prompts), self._settings)
+        reply = Reply(exchange, streams, endpoint.protocol, self._settings.dialect, None if parsed.stream else endpoint.collect,
+                      len(prompts))  # fmt: skip
+        records = [
+            self._record(parsed, reply.part(number), group, ids, namespace, wire, limit, request_id, shown, received, request)
+            for number, ids in enumerate(prompts)
+        ]
+
+        def drop() -> None:
+            for record in records:
+                gateway.dispatcher.shed(record)
+
+        reply.on_failure = drop  # of one prompt: the others are in vain
+        if parsed.stream:
+            exchange.streams(drop)
+        return reply, records
+
+    def _record(self, parsed: ParsedRequest, sink: Any, group: Group, ids: array, namespace: bytes, wire: m.Sampling, limit: int,
+                request_id: str, client_id: str, received: float, request: web.Request) -> Record:  # fmt: skip
+        wire.max_tokens = parsed.resolve_max_tokens(len(ids), limit)
+        if not len(ids):
+            raise errors.empty_prompt()
+        traceparent = request.headers.get("traceparent", "")
+        priority = parsed.extras.get("priority", 0)
+        return Record(
+            sink, group, ids, self._hasher(group, namespace).hashes(ids), namespace, wire, self._settings.request_seconds,
+            priority if isinstance(priority, int) and not isinstance(priority, bool) else 0, client_id,
+            traceparent if TRACEPARENT.fullmatch(traceparent) else "",
+            # One HTTP request is one request on the bus, save for the further prompts of a batch.
+            request_id if sink.first else nuid(), received,
+        )  # fmt: skip
+
+    def _sampling(self, parsed: ParsedRequest) -> m.Sampling:
+        """Recipe's resolved sampling as workers read it; what was not said is the wire's default, and a seed is drawn."""
+        said = parsed.sampling
+        wire = m.Sampling(
+            seed=self._random.getrandbits(63) if said.seed is None else said.seed,
+            stop_token_ids=said.stop_token_ids,
+            ignore_eos=said.ignore_eos,
+            logprobs=(said.top_logprobs or 0) if said.logprobs else -1,
+            n=said.n,
+        )
+        for name in _OPTIONAL:
+            value = getattr(said, name)
+            if value is not None:
+                setattr(wire, name, value)
+        return wire
+
+    def _hasher(self, group: Group, namespace: bytes) -> BlockHasher:
+        key = (group.layout_id, namespace)
+        hasher = self._hashers.get(key)
+        if hasher is None:
+            if len(self._hashers) >= HASHERS:
+                self._hashers.clear()
+            hasher = self._hashers[key] = BlockHasher(group.layout_id, namespace, group.block_tokens)
+        return hasher
+
+    # ------------------------------------------------------------ bodies
+
+    async def _json(self, request: web.Request) -> dict[str, Any]:
+        """The body as a JSON object. Raises RecipeError: too large (both sizes), not JSON, not an object."""
+        limit, size = self._settings.max_body_bytes, request.content_length
+        if size is not None and size > limit:
+            raise errors.body_too_large(size, limit)
+        try:
+            body = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise errors.body_too_large(None, limit) from None
+        try:
+            value = loads(body)
+        except JSONError as error:
+            raise errors.invalid(f"invalid JSON request: {error}") from None
+        if not isinstance(value, dict):
+            raise errors.invalid(f"the request body must be a JSON object, not {type(value).__name__}")
+        return value
+
+    def _exchange(self, request: web.Request) -> Exchange:
+        return Exchange(request, nuid(), self._settings.client_buffer_bytes, self._settings.keepalive_seconds)
+
+    def _count(self, endpoint: Endpoint, status: int, exchange: Exchange, received: float, reply: Any) -> None:
+        meters = self._gateway.meters
+        seconds = time.monotonic() - received
+        meters.status(endpoint.name, status)
+        usage = reply.usage if isinstance(reply, Reply) else None
+        if usage is not None:
+            meters.finished(seconds, reply.first_token - received, usage)
+        if self._settings.access_log:
+            log.info("request", request_id=exchange.request_id, client_id=exchange.client_id.decode("utf-8", "replace"),
+                     endpoint=endpoint.name, status=status, ms=round(seconds * 1e3, 3))  # fmt: skip
+
+    # ------------------------------------------------------------ small endpoints
+
+    async def _small(self, request: web.Request, answer: Any) -> Written:
+        """An endpoint that answers from what is here: `answer(body)` -> JSON value. Raises nothing."""
+        exchange = self._exchange(request)
+        try:
+            self.auth.tenant(request.headers)
+            body = await self._json(request) if request.method == "POST" else {}
+            exchange.answer(200, compact(await answer(body)).encode())
+        except RecipeError as error:
+            exchange.fail(error, "chat", self._settings.dialect)
+        return exchange.result()
+
+    async def _models(self, request: web.Request) -> Written:
+        async def answer(_: dict[str, Any]) -> dict[str, Any]:
+            models = self._gateway.models
+            data = []
+            for name in models.names:
+                group = models.group(name)
+                if group is not None:
+                    data.append({
+                        "id": name, "object": "model", "created": self._gateway.epoch // 10**9, "owned_by": "headrace",
+                        "root": group.model, "engine": group.engine, "max_model_len": models.limit(group),
+                        "checkpoint": group.checkpoint,
+                    })  # fmt: skip
+            return {"object": "list", "data": data}
+
+        return await self._small(request, answer)
+
+    async def _tokenize(self, request: web.Request) -> Written:
+        async def answer(body: dict[str, Any]) -> dict[str, Any]:
+            models = self._gateway.models
+            if isinstance(body.get("prompt"), str):
+                encode = models.tokenizer.encode_long if len(body["prompt"]) > 8192 else models.tokenizer.encode_plain
+                ids = list(await asyncio.to_thread(encode, body["prompt"]) if len(body["prompt"]) > 8192 else encode(body["prompt"]))
+            elif "messages" in body:
+                endpoint = ENDPOINTS["/v1/chat/completions"]
+                parsed = endpoint.parse({**body, "model": "model"}, models.any_name)
+                ids = list((await endpoint.encode(models.encoding, parsed, b""))[0])
+            else:
+                raise errors.invalid("give `prompt` (a string) or `messages` (as in a chat)", "prompt")
+            group = models.group(body.get("model") or next(iter(models.names), ""))
+            out: dict[str, Any] = {"count": len(ids), "max_model_len": models.limit(group) if group else None, "tokens": ids}
+            if body.get("return_token_strs"):
+                out["token_strs"] = [models.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
+            return out
+
+        return await self._small(request, answer)
+
+    async def _detokenize(self, request: web.Request) -> Written:
+        async def answer(body: dict[str, Any]) -> dict[str, Any]:
+            tokens, tokenizer = body.get("tokens"), self._gateway.models.tokenizer
+            size = tokenizer.vocab_size
+            if not isinstance(tokens, list) or not all(type(i) is int and 0 <= i < size for i in tokens):
+                raise errors.invalid(f"`tokens` must be a list of token ids from 0 to {size - 1:,}", "tokens")
+            return {"prompt": tokenizer.decode(tokens)}
+
+        return await self._small(request, answer)
+
+    async def _version(self, request: web.Request) -> Written:
+        exchange = self._exchange(request)
+        exchange.answer(200, compact({"version": self._gateway.version, "name": "headrace"}).encode())
+        return exchange.result()
+
+    async def _not_found(self, request: web.Request) -> Written:
+        exchange = self._exchange(request)
+        known = {resource.canonical for resource in request.app.router.resources()}
+        wrong_method = request.path in known
+        exchange.fail(errors.no_route(request.method, request.path, wrong_method), "chat", self._settings.dialect)
+        return exchange.result()
+
+
+_OPTIONAL = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
+)  # fmt: skip

@@ -1,0 +1,609 @@
+"""The life of a request between the gateway and its workers.
+
+Knows: admit -> run -> output, attempts, gaps, death, deadlines, cancelling, waiting for room. Does not know: HTTP, protocols, text;
+what comes out goes to the record's `Sink`.
+
+One `Record` per request and no task of its own: `Dispatcher.run` is awaited by whoever brought the request; output arrives in a
+synchronous callback and goes straight through to the sink. An attempt is one (request, attempt) pair of legs; a request that has
+no output yet may get another attempt elsewhere, one that has ends with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from array import array
+from collections import OrderedDict, deque
+from typing import Any, Protocol
+
+import structlog
+
+from headrace.bus import Bus, BusError, BusTimeout, Disconnected, Peers, Prober, Trace, nuid, subjects
+from headrace.bus import messages as m
+
+from . import errors
+from .errors import GatewayError
+from .routing import Group, Router, Worker
+
+REMEMBERED = 8192  # finished requests whose late output is no surprise
+RETRY_CODES = frozenset({"busy", "full", "draining", "mismatch", "unknown", "stale", "closed", "failed"})
+CANCEL_TRIES = 3
+NUDGE_SECONDS = 0.25
+TAIL_SECONDS = 0.25  # after presence says more was sent than arrived, wait this long for it
+
+log = structlog.get_logger("headrace.gateway")
+
+
+class Sink(Protocol):
+    """Where a request's output goes. Called synchronously, in order; must not block."""
+
+    def tokens(self, choice: int, ids: array, logprobs: list[m.TokenLogprob] | None) -> int:
+        """New tokens of a choice. -> -1, or how many tokens of the choice count, because a text stop ended it here."""
+
+    def finish(self, choice: int, reason: str, last: bool) -> None:
+        """A choice is over. `last`: all are; `end` follows, with the usage that belongs to the last one."""
+
+    def end(self, usage: m.Usage) -> None:
+        """Every choice is over, and this is what the request took."""
+
+    def flush(self) -> None:
+        """Nothing more for now: what came since the last flush goes out in one write. `end` and `fail` flush too."""
+
+    def fail(self, error: GatewayError) -> None:
+        """Nothing more comes. A request ends with exactly one `end` or `fail`, unless it was shed or its task cancelled."""
+
+
+class Choice:
+    """One of n outputs. `next`: index of the next token that is wanted. `kept`: tokens that count, once a text stop ended it
+    here; decode goes on until it is told. `finished`: decode says that it is over."""
+
+    __slots__ = ("finished", "kept", "next", "resuming")
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.kept = -1
+        self.finished = False
+        self.resuming = False
+
+
+class Record:
+    """One request. Made by `Dispatcher.record`."""
+
+    __slots__ = (
+        "attempt", "choices", "client_id", "deadline", "decode", "emitted", "ended", "group", "hashes", "ids", "left", "losses",
+        "namespace", "open", "outcome", "prefill", "priority", "received", "request", "sampling", "seconds", "sink", "timer",
+        "traceparent", "usage", "watching",
+    )  # fmt: skip
+
+    def __init__(self, sink: Sink, group: Group, ids: array, hashes: list[bytes], namespace: bytes, sampling: m.Sampling,
+                 seconds: float, priority: int = 0, client_id: str = "", traceparent: str = "", request: str = "",
+                 received: float = 0.0):  # fmt: skip
+        now = time.monotonic()
+        self.request = request or nuid()
+        self.received = received or now
+        self.sink, self.group, self.ids, self.hashes, self.namespace = sink, group, ids, hashes, namespace
+        self.sampling, self.priority, self.client_id, self.traceparent = sampling, priority, client_id, traceparent
+        self.seconds = seconds
+        self.deadline = self.received + seconds
+        self.attempt = 0  # numbers every try, also refused ones
+        self.losses = 0  # attempts that were accepted and then lost
+        self.choices = [Choice() for _ in range(sampling.n)]
+        self.left = sampling.n  # choices that still have output to come
+        self.open = sampling.n  # choices that decode has not finished
+        self.usage: m.Usage | None = None
+        self.emitted = False
+        self.ended = False
+        self.outcome: asyncio.Future[str] | None = None  # of the running attempt: "done" or "retry"
+        self.prefill: Worker | None = None
+        self.decode: Worker | None = None
+        self.watching: tuple[str, ...] = ()
+        self.timer: asyncio.TimerHandle | None = None
+
+    def remaining(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+class Dispatcher:
+    """All requests of this gateway."""
+
+    def __init__(self, bus: Bus, peers: Peers, gateway: str, epoch: int, router: Router, trace: Trace, settings: Any):
+        self.bus, self.peers, self.gateway, self.epoch = bus, peers, gateway, epoch
+        self.router, self.trace, self.settings = router, trace, settings
+        self.records: dict[str, Record] = {}
+        self.prober = Prober(bus, gateway, self.worker_died, self._on_pong)
+        self.counters = dict.fromkeys(
+            ("retries", "gaps", "resumes", "unknown_outputs", "stale_outputs", "deaths", "deadlines", "cancels", "queued"), 0
+        )
+        self._loop = asyncio.get_running_loop()
+        self._over: OrderedDict[str, None] = OrderedDict()
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._nudge: asyncio.TimerHandle | None = None
+        self._seq: dict[str, tuple[int, int]] = {}  # instance -> epoch, last Out.seq
+        self._tails: dict[str, asyncio.TimerHandle] = {}
+        self._side: set[asyncio.Task] = set()  # cancels and resumes under way
+        self._grace: asyncio.TimerHandle | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def start(self) -> None:
+        await self.bus.subscribe(subjects.out(self.gateway), self.on_out)
+        self.bus.on_disconnect.append(self._on_disconnect)
+        self.bus.on_reconnect.append(self._on_reconnect)
+        self.prober.start()
+
+    async def stop(self) -> None:
+        for record in list(self.records.values()):
+            self._cancel_legs(record, "failed")
+            self._fail(record, errors.draining())
+        await self.prober.stop()
+        if self._nudge is not None:
+            self._nudge.cancel()
+        for handle in self._tails.values():
+            handle.cancel()
+        if self._grace is not None:
+            self._grace.cancel()
+        if self._side:
+            await asyncio.wait(self._side, timeout=1.0)
+        for task in self._side:
+            task.cancel()
+
+    async def idle(self) -> None:
+        """Wait until no request is in flight."""
+        await self._idle.wait()
+
+    @property
+    def queued(self) -> int:
+        return len(self._waiting)
+
+    # ------------------------------------------------------------ one request
+
+    async def run(self, record: Record) -> None:
+        """Carry a request through; its output and its end are told to the sink. Cancelling the caller cancels the request."""
+        if len(self.records) >= self.settings.max_requests:
+            limit = self.settings.max_requests
+            return record.sink.fail(errors.busy(f"{len(self.records)} requests are in flight here; the limit is {limit}"))
+        self.records[record.request] = record
+        self._idle.clear()
+        record.timer = self._loop.call_later(record.remaining(), self._on_deadline, record)
+        try:
+            while not record.ended:
+                await self._place(record)
+                if not record.ended:
+                    await record.outcome  # type: ignore[misc]
+        except GatewayError as error:
+            self._fail(record, error)
+        finally:
+            self.shed(record)  # cancelled, or something broke here; does nothing when it ended by itself
+            self._forget(record)
+
+    def _forget(self, record: Record) -> None:
+        record.timer.cancel()  # type: ignore[union-attr]
+        self.records.pop(record.request, None)
+        self._over[record.request] = None
+        if len(self._over) > REMEMBERED:
+            self._over.popitem(last=False)
+        if not self.records:
+            self._idle.set()
+        self.capacity()
+
+    async def _place(self, record: Record) -> None:
+        """Find a pair that takes the request and start it there. Raises GatewayError."""
+        excluded: set[str] = set()
+        refusal: m.Refused | None = None
+        waited = None
+        if self._waiting:  # others came first
+            waited = await self._wait(record, waited)
+        while not record.ended:
+            pair = self.router.choose(record.group, record.hashes, len(record.ids), excluded)
+            if pair is None:
+                group = self.router.group(record.group.model)
+                if group is None or not group.prefills or not group.decodes:
+                    missing = "prefill worker" if group is not None and group.decodes else "decode worker"
+                    raise errors.no_workers(f"{missing} for {record.group.model}")
+                if refusal is not None and refusal.code not in ("busy", "full"):
+                    raise errors.from_refusal(refusal, "workers")
+                waited = await self._wait(record, waited)
+                record.group, excluded, refusal = self.router.group(record.group.model) or group, set(), None
+                continue
+            record.attempt += 1
+            record.outcome = self._loop.create_future()
+            try:
+                refusal = await self._try(record, *pair, excluded) or refusal
+            except Disconnected:
+                if record.emitted:
+                    return
+                await self._wait_for_bus(record)
+                self._send_cancel("decode", pair[1].instance, record, "failed")
+                self._send_cancel("prefill", pair[0].instance, record, "failed")
+                self._let_go(record)
+                continue
+            if record.watching:
+                self.capacity()  # where one found room, the next may too
+                return
+
+    async def _try(self, record: Record, prefill: Worker, decode: Worker, excluded: set[str]) -> m.Refused | None:
+        """One attempt at one pair: None when it runs, else what refused, which is then excluded."""
+        settings, request, attempt = self.settings, record.request, record.attempt
+        timeout = min(settings.command_seconds, record.remaining())
+        started = time.monotonic()
+        answer = await self._command(
+            decode, "admit",
+            m.Admit(request, attempt, self.gateway, self.epoch, len(record.ids), b"".join(record.hashes), record.namespace,
+                    record.sampling, record.remaining(), record.priority, record.client_id, record.traceparent),
+            timeout, record,
+        )  # fmt: skip
+        if not isinstance(answer, m.Admitted):
+            if answer is None or answer.code == "stale":
+                self._send_cancel("decode", decode.instance, record, "failed")
+            return self._refused(answer, decode.instance, excluded)
+        self.router.loaded(decode.instance, answer.load)
+        if record.ended:  # deadline or client, while we asked
+            self._send_cancel("decode", decode.instance, record, "failed")
+            return None
+        now = time.monotonic()
+        self.trace.event(request, "gateway.admitted", (now - started) * 1e3, decode=decode.instance, have=answer.have, attempt=attempt)
+
+        record.prefill, record.decode = prefill, decode
+        self.router.sent(prefill, decode, record.hashes, len(record.ids))
+        record.watching = (decode.instance, prefill.instance)
+        self.prober.watch("decode", decode.instance)
+        self.prober.watch("prefill", prefill.instance)
+        accepted = await self._command(
+            prefill, "run",
+            m.Run(request, attempt, self.gateway, decode.instance, answer.have, record.ids.tobytes(), b"".join(record.hashes),
+                  record.namespace, record.remaining(), record.priority, record.client_id, record.traceparent),
+            timeout, record,
+        )  # fmt: skip
+        if isinstance(accepted, m.Accepted):
+            self.router.loaded(prefill.instance, accepted.load)
+            self.trace.event(request, "gateway.accepted", (time.monotonic() - now) * 1e3, prefill=prefill.instance, attempt=attempt)
+            return None
+        if record.emitted or record.ended or not record.watching:  # output overtook the answer, or somebody died meanwhile
+            return None
+        self._cancel_legs(record, "failed", prefill=accepted is None)
+        self._let_go(record)
+        return self._refused(accepted, prefill.instance, excluded)
+
+    async def _command(self, worker: Worker, verb: str, message: m.Message, timeout: float, record: Record) -> Any:
+        """The answer; None when the worker gave none. Raises Disconnected when it is us who are off the bus."""
+        try:
+            return await self.bus.request(
+                worker.presence.role, worker.instance, verb, message, max(0.01, timeout), record.request, record.traceparent
+            )
+        except Disconnected:
+            raise
+        except BusTimeout:
+            return None
+        except BusError as error:
+            return m.Refused("closed", str(error))
+
+    def _refused(self, answer: Any, instance: str, excluded: set[str]) -> m.Refused:
+        excluded.add(instance)
+        refused = answer if isinstance(answer, m.Refused) else m.Refused("busy", f"{instance} does not answer")
+        if refused.code == "invalid":
+            raise errors.from_refusal(refused, instance)
+        if answer is None or refused.code not in ("busy", "full"):
+            self.router.avoid(instance)
+        self.router.loaded(instance, refused.load)
+        log.debug("refused", instance=instance, code=refused.code, message=refused.message)
+        return refused
+
+    # ------------------------------------------------------------ waiting
+
+    async def _wait(self, record: Record, since: float | None) -> float:
+        """Wait in line for room at a worker. -> when the wait began. Raises GatewayError when it is too long or the line is."""
+        now = time.monotonic()
+        if since is None:
+            if len(self._waiting) >= self.settings.max_queue:
+                raise errors.busy(f"all workers are busy and {len(self._waiting)} requests wait already")
+            since = now
+            self.counters["queued"] += 1
+            self.trace.event(record.request, "gateway.queued", None, waiting=len(self._waiting))
+        turn = self._loop.create_future()
+        # Who has waited already keeps its place at the head of the line.
+        self._waiting.append(turn) if since == now else self._waiting.appendleft(turn)
+        if self._nudge is None:
+            self._nudge = self._loop.call_later(NUDGE_SECONDS, self._on_nudge)
+        try:
+            async with asyncio.timeout(min(since + self.settings.queue_seconds - now, record.remaining())):
+                await turn
+        except TimeoutError:
+            raise errors.busy(f"no worker had room within {self.settings.queue_seconds:g} s") from None
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(turn)
+        return since
+
+    def _on_nudge(self) -> None:
+        """Room is told, but words get lost: ask again now and then while somebody waits."""
+        self._nudge = self._loop.call_later(NUDGE_SECONDS, self._on_nudge) if self._waiting else None
+        self.capacity()
+
+    def capacity(self) -> None:
+        """There may be room: let the first in line try."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+    async def _wait_for_bus(self, record: Record) -> None:
+        until = time.monotonic() + min(self.settings.bus_grace_seconds, record.remaining())
+        while not self.bus.connected:
+            if time.monotonic() > until or record.ended:
+                raise errors.bus_down()
+            await asyncio.sleep(0.02)
+
+    # ------------------------------------------------------------ output
+
+    def on_out(self, out: m.Message, subject: str) -> None:
+        if not isinstance(out, m.Out):
+            return
+        epoch, seq = self._seq.get(out.instance, (out.epoch, out.seq - 1))
+        if epoch != out.epoch:
+            seq = out.seq - 1
+        if out.seq > seq:
+            self._seq[out.instance] = (out.epoch, out.seq)
+        records = self.records
+        for entry in out.entries:
+            record = records.get(entry.request)
+            if record is None:
+                self._unknown(out.instance, entry)
+            elif entry.attempt != record.attempt:
+                self.counters["stale_outputs"] += 1
+            elif not record.ended:
+                self._on_entry(record, entry, out.instance)
+        if out.seq > seq + 1:  # messages were lost: whoever had tokens in them is behind and may never learn otherwise
+            self.counters["gaps"] += 1
+            self._resume_all(out.instance)
+
+    def _on_entry(self, record: Record, entry: m.OutEntry, instance: str) -> None:
+        if entry.problem is not None:
+            return self._leg_failed(record, instance, entry.problem)
+        if entry.choice >= len(record.choices):
+            return
+        choice = record.choices[entry.choice]
+        if choice.finished:
+            return
+        if entry.usage is not None:
+            record.usage = entry.usage
+        if choice.kept >= 0:  # a text stop ended it; decode's last word brings the usage
+            if entry.finish:
+                self._choice_finished(record, choice)
+            return
+        ids = m.unpack_ids(entry.ids)
+        logprobs = entry.logprobs
+        if entry.index != choice.next:
+            if entry.index > choice.next:
+                return self._resume(record, entry.choice)
+            behind = choice.next - entry.index
+            if behind > len(ids) or (behind == len(ids) and not entry.finish):
+                return
+            ids, logprobs = ids[behind:], logprobs[behind:] if logprobs is not None else None
+        choice.next += len(ids)
+        if not record.emitted:
+            self._first_output(record)
+        sink = record.sink
+        choice.kept = sink.tokens(entry.choice, ids, logprobs)
+        if choice.kept < 0 and not entry.finish:
+            return sink.flush()
+        record.left -= 1
+        sink.finish(entry.choice, "stop" if choice.kept >= 0 else entry.finish, not record.left)
+        if entry.finish:
+            self._choice_finished(record, choice)
+        if record.open:
+            sink.flush()
+            if not record.left:  # all that are open were ended by text stops, of which decode does not know yet
+                self._cancel_legs(record, "stop", {n: c.kept for n, c in enumerate(record.choices) if c.kept >= 0})
+                record.timer.cancel()  # type: ignore[union-attr]
+                record.timer = self._loop.call_later(self.settings.command_seconds, self._complete, record)
+
+    def _choice_finished(self, record: Record, choice: Choice) -> None:
+        choice.finished = True
+        record.open -= 1
+        if not record.open:
+            self._complete(record)
+
+    def _complete(self, record: Record) -> None:
+        """The request is over and went well; without a last word from decode its usage is what is known here."""
+        if record.ended:
+            return
+        usage = record.usage or m.Usage(len(record.ids), sum(c.kept if c.kept >= 0 else c.next for c in record.choices))
+        self._end(record)
+        self.trace.event(record.request, "gateway.finished", (time.monotonic() - record.received) * 1e3,
+                         tokens=usage.completion_tokens, cached=usage.cached_tokens)  # fmt: skip
+        record.sink.end(usage)
+
+    def _first_output(self, record: Record) -> None:
+        record.emitted = True
+        self.trace.event(record.request, "gateway.first_token", (time.monotonic() - record.received) * 1e3)
+        if len(record.watching) == 2:  # prefill's part is over
+            self.prober.unwatch(record.watching[1])
+            record.watching = record.watching[:1]
+
+    def _unknown(self, instance: str, entry: m.OutEntry) -> None:
+        """Output of a request that is not ours, or not any more: make it stop, once."""
+        if entry.request in self._over or entry.finish or entry.problem is not None:
+            return
+        self.counters["unknown_outputs"] += 1
+        self._over[entry.request] = None
+        self._side_task(self._tell_cancel("decode", instance, m.Cancel(entry.request, entry.attempt, "failed")))
+
+    # ------------------------------------------------------------ gaps
+
+    def _resume_all(self, instance: str) -> None:
+        for record in self.records.values():
+            if record.decode is not None and record.decode.instance == instance and record.watching and not record.ended:
+                for number, choice in enumerate(record.choices):
+                    if not choice.finished:
+                        self._resume(record, number)
+
+    def _resume(self, record: Record, number: int) -> None:
+        choice = record.choices[number]
+        if not choice.resuming:
+            choice.resuming = True
+            self.counters["resumes"] += 1
+            self._side_task(self._fetch_lost(record, number, record.attempt))
+
+    async def _fetch_lost(self, record: Record, number: int, attempt: int) -> None:
+        """Ask decode for what a gap lost. What it no longer has can't be had: the stream ends with an error."""
+        choice, decode = record.choices[number], record.decode
+        assert decode is not None
+        try:
+            answer = await self.bus.request(
+                "decode", decode.instance, "resume", m.Resume(record.request, attempt, number, choice.next),
+                self.settings.command_seconds,
+            )  # fmt: skip
+        except BusError:
+            return  # lost again: the next output, presence or reconnect asks again; the prober finds a dead worker
+        finally:
+            choice.resuming = False
+        if record.ended or record.attempt != attempt:
+            return
+        if isinstance(answer, m.Resumed):
+            for entry in answer.entries:
+                if entry.attempt == attempt and not record.ended:
+                    self._on_entry(record, entry, decode.instance)
+        elif isinstance(answer, m.Refused) and record.emitted:
+            self._fail(record, errors.worker_lost("decode", f"output was lost and can't be repeated: {answer.message}"))
+
+    def sent_so_far(self, presence: m.Presence) -> None:
+        """Presence tells how much a worker has sent us. If the last of it never comes, it was lost."""
+        sent = presence.out_seq.get(self.gateway, 0)
+        instance = presence.instance
+        epoch, seq = self._seq.get(instance, (presence.epoch, 0))
+        if sent and (epoch != presence.epoch or seq < sent) and instance not in self._tails:
+            self._tails[instance] = self._loop.call_later(TAIL_SECONDS, self._check_tail, instance, presence.epoch, sent)
+
+    def _check_tail(self, instance: str, epoch: int, sent: int) -> None:
+        self._tails.pop(instance, None)
+        known, seq = self._seq.get(instance, (epoch, 0))
+        if known == epoch and seq < sent:
+            self.counters["gaps"] += 1
+            self._seq[instance] = (epoch, sent)
+            self._resume_all(instance)
+
+    # ------------------------------------------------------------ trouble
+
+    def worker_died(self, instance: str, why: str) -> None:
+        """The prober found it dead. Whoever has no output yet goes elsewhere, the others end with an error."""
+        self.counters["deaths"] += 1
+        worker = self.router.workers.get(instance)
+        role = worker.presence.role if worker else "decode"
+        self.peers.forget(instance)
+        for record in list(self.records.values()):
+            if instance in record.watching and not record.ended:
+                record.watching = tuple(name for name in record.watching if name != instance)
+                self._lost(record, instance, errors.worker_lost(role, why))
+
+    def _leg_failed(self, record: Record, instance: str, problem: m.Problem) -> None:
+        """A worker says that this attempt is over."""
+        error = errors.from_problem(problem)
+        if problem.status < 500 and problem.code not in RETRY_CODES:
+            self._cancel_legs(record, "failed", but=instance)
+            return self._fail(record, error)
+        self._lost(record, instance, error)
+
+    def _lost(self, record: Record, instance: str, error: GatewayError) -> None:
+        """This attempt can't go on. The leg that is left is cancelled."""
+        self._cancel_legs(record, "failed", but=instance)
+        record.losses += 1
+        if record.emitted or record.losses >= self.settings.max_attempts:
+            return self._fail(record, error)
+        self.counters["retries"] += 1
+        self.trace.event(record.request, "gateway.retry", None, attempt=record.attempt, lost=instance, why=error.message)
+        self._let_go(record)
+        record.attempt += 1  # now: output of the lost attempt is stale from here on
+        if record.outcome is not None and not record.outcome.done():
+            record.outcome.set_result("retry")
+
+    def _on_deadline(self, record: Record) -> None:
+        if not record.ended:
+            self.counters["deadlines"] += 1
+            self._cancel_legs(record, "deadline")
+            self._fail(record, errors.deadline(record.seconds))
+
+    def shed(self, record: Record) -> None:
+        """The client takes its output too slowly, or is gone."""
+        if not record.ended:
+            self._cancel_legs(record, "client")
+            self._end(record)
+            self.trace.event(record.request, "gateway.cancelled", (time.monotonic() - record.received) * 1e3)
+
+    def _fail(self, record: Record, error: GatewayError) -> None:
+        if record.ended:
+            return
+        self._end(record)
+        self.trace.event(record.request, "gateway.failed", (time.monotonic() - record.received) * 1e3,
+                         status=error.status, why=error.message)  # fmt: skip
+        record.sink.fail(error)
+
+    def _end(self, record: Record) -> None:
+        record.ended = True
+        self._let_go(record)
+        if record.outcome is not None and not record.outcome.done():
+            record.outcome.set_result("done")
+
+    def _let_go(self, record: Record) -> None:
+        for instance in record.watching:
+            self.prober.unwatch(instance)
+        record.watching = ()
+        for worker in (record.prefill, record.decode):
+            if worker is not None:
+                self.router.done(worker)
+        record.prefill = record.decode = None
+
+    def _on_pong(self, pong: m.Pong) -> None:
+        self.router.loaded(pong.instance, pong.load)
+
+    # ------------------------------------------------------------ the bus itself
+
+    def _on_disconnect(self) -> None:
+        if self._grace is None:
+            self._grace = self._loop.call_later(self.settings.bus_grace_seconds, self._on_grace_over)
+
+    def _on_grace_over(self) -> None:
+        self._grace = None
+        if not self.bus.connected:
+            for record in list(self.records.values()):
+                self._fail(record, errors.bus_down())
+
+    def _on_reconnect(self) -> None:
+        """Output may have been lost, and nothing would tell: ask for it."""
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace = None
+        for instance in {r.decode.instance for r in self.records.values() if r.decode is not None}:
+            self._resume_all(instance)
+
+    # ------------------------------------------------------------ cancelling
+
+    def _cancel_legs(self, record: Record, reason: str, keep: dict[int, int] | None = None, but: str = "", prefill: bool = True) -> None:
+        """Tell both legs of the running attempt to stop; `but` has stopped already."""
+        self.counters["cancels"] += 1
+        if record.decode is not None and record.decode.instance != but:
+            self._send_cancel("decode", record.decode.instance, record, reason, keep)
+        if record.prefill is not None and record.prefill.instance != but and prefill and not record.emitted:
+            self._send_cancel("prefill", record.prefill.instance, record, reason)
+
+    def _send_cancel(self, role: str, instance: str, record: Record, reason: str, keep: dict[int, int] | None = None) -> None:
+        self._side_task(self._tell_cancel(role, instance, m.Cancel(record.request, record.attempt, reason, keep or {})))
+
+    async def _tell_cancel(self, role: str, instance: str, cancel: m.Cancel) -> None:
+        """Until it is acknowledged; a worker that is gone needs none, and a gateway that is off the bus loses its lease."""
+        for _ in range(CANCEL_TRIES):
+            try:
+                await self.bus.request(role, instance, "cancel", cancel, self.settings.command_seconds)
+                return
+            except BusTimeout:
+                continue
+            except BusError:
+                return
+
+    def _side_task(self, coroutine: Any) -> None:
+        task = self._loop.create_task(coroutine)
+        self._side.add(task)
+        task.add_done_callback(self._side.discard)
+
+

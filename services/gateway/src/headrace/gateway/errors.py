@@ -1,0 +1,87 @@
+"""Everything that a client may be told went wrong, and how a worker's problem becomes one of them.
+
+The shapes of error bodies are `headrace.recipe.errors`'; this file knows which situation is which status and code.
+"""
+
+from __future__ import annotations
+
+from headrace.bus import messages as m
+from headrace.recipe.errors import RecipeError
+
+
+class GatewayError(RecipeError):
+    """An error with what HTTP wants beside its body. `retry_after`: seconds for the Retry-After header, 0 for none."""
+
+    def __init__(self, message: str, *, retry_after: float = 0.0, **fields: object):
+        super().__init__(message, **fields)  # type: ignore[arg-type]
+        self.retry_after = retry_after
+
+
+def body_too_large(size: int | None, limit: int) -> GatewayError:
+    is_size = f"is {size:,} bytes" if size is not None else f"is longer than {limit:,} bytes"
+    return GatewayError(f"the request body {is_size}; the limit is {limit:,} bytes (--max-body-bytes)", status=413,
+                        code="body_too_large")  # fmt: skip
+
+
+def invalid(message: str, param: str | None = None) -> GatewayError:
+    return GatewayError(message, status=400, param=param)
+
+
+def empty_prompt() -> GatewayError:
+    return invalid("the prompt is empty: it must have at least one token", "prompt")
+
+
+def internal() -> GatewayError:
+    return GatewayError("internal error; the gateway's log has it under this request's id", status=500, code="internal_error",
+                        type="api_error")  # fmt: skip
+
+
+def no_route(method: str, path: str, wrong_method: bool) -> GatewayError:
+    if wrong_method:
+        return GatewayError(f"{path} does not take {method}", status=405, code="method_not_allowed", type="invalid_request_error")
+    return GatewayError(f"there is no {method} {path} here", status=404, code="not_found", type="not_found_error")
+
+
+def unauthorized() -> GatewayError:
+    return GatewayError(
+        "no valid API key; send `Authorization: Bearer KEY` or `x-api-key: KEY`", status=401, code="invalid_api_key"
+    )
+
+
+def no_workers(what: str) -> GatewayError:
+    return GatewayError(f"no {what} is ready; try again", status=503, code="no_workers", retry_after=1.0)
+
+
+def busy(message: str, retry_after: float = 1.0) -> GatewayError:
+    return GatewayError(message, status=429, code="overloaded", type="rate_limit_error", retry_after=max(1.0, retry_after))
+
+
+def draining() -> GatewayError:
+    return GatewayError("this gateway is shutting down; try another one", status=503, code="draining", retry_after=1.0)
+
+
+def bus_down() -> GatewayError:
+    return GatewayError("the message bus (NATS) is not reachable now; try again", status=503, code="bus_down", retry_after=1.0)
+
+
+def deadline(seconds: float) -> GatewayError:
+    return GatewayError(f"the request was not finished within {seconds:g} s", status=504, code="deadline_exceeded",
+                        type="timeout_error")  # fmt: skip
+
+
+def worker_lost(role: str, why: str) -> GatewayError:
+    return GatewayError(f"the {role} worker of this request was lost ({why}); the output ends here, send it again", status=500,
+                        code="worker_lost", type="api_error")  # fmt: skip
+
+
+def from_problem(problem: m.Problem) -> GatewayError:
+    """A worker's problem, as it is."""
+    retry = 1.0 if problem.status in (429, 503) else 0.0
+    return GatewayError(problem.message, status=problem.status, code=problem.code, retry_after=retry)
+
+
+def from_refusal(refused: m.Refused, role: str) -> GatewayError:
+    """A refusal that no other worker would answer differently."""
+    if refused.code == "invalid":
+        return GatewayError(refused.message, status=400, code="invalid_request")
+    return GatewayError(f"{role}: {refused.message}", status=503, code=refused.code, retry_after=max(1.0, refused.retry_after))

