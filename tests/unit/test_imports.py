@@ -33,7 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "decode": {"worker", "bus", "kv", "transfer", "engine"},
     "kvstore": {"bus", "kv", "transfer"},
 }
-LAZY: dict[str, set[str]] = {"worker": {"engine"}}
+LAZY: dict[str, set[str]] = {"worker": {"engine"}, "cli": {"engine", "recipe"}}
 # What a worker may know of the engine before it has chosen one: the contract that every engine keeps. It loads no torch.
 CONTRACTS: dict[str, set[str]] = {"worker": {"headrace.engine", "headrace.engine.api"}}
 TORCH_FREE = ("bus", "kv", "transfer", "recipe", "gateway", "kvstore", "cli")

@@ -22,17 +22,7 @@ async def random_checkpoint(folder: Path, preset: str, console: Console, seed: i
     console.say(f"making a random checkpoint ({preset}), once, in {path}")
     unfinished = path.with_suffix(".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
-    argv = [
-        "-m",
-        "headrace.engine.make_checkpoint",
-        "--preset",
-        preset,
-        "--seed",
-        str(seed),
-        "--tokenizer",
-        "deepseek",
-        str(unfinished),
-    ]
+    argv = ["-m", "headrace.cli", "make-checkpoint", "--preset", preset, "--seed", str(seed), str(unfinished)]
     process = await asyncio.create_subprocess_exec(
         sys.executable, *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )

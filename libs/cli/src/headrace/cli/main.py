@@ -22,7 +22,7 @@ COMMANDS = {
     "trace": ("trace", "the life of one request, also after it ended: who did what when"),
     "doctor": ("doctor", "check this machine and the running system; every problem comes with a way out"),
     "bench": ("passthrough", "measure one part: gateway, engine, recipe, kernels, transfer"),
-    "make-checkpoint": ("passthrough", "write a random checkpoint in the released layout"),
+    "make-checkpoint": ("make_checkpoint", "write a random checkpoint in the released layout"),
     "test": ("testing", "run all tests"),
     "gateway": ("passthrough", "run one gateway in the foreground"),
     "prefill": ("passthrough", "run one prefill worker in the foreground"),

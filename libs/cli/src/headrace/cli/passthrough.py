@@ -21,8 +21,6 @@ def run(name: str, argv: list[str]) -> int:
             )
             raise CommandError(f"{what} Choose one of: {', '.join(BENCHES)}. Each takes --help.")
         module, argv = f"headrace.{argv[0]}.bench", argv[1:]
-    elif name == "make-checkpoint":
-        module = "headrace.engine.make_checkpoint"
     else:
         module = f"headrace.{name}"
     require(module)
