@@ -336,7 +336,8 @@ def spoil(rng: random.Random, value) -> None:
     else:
         wrong = rng.choice(WRONG)
         # A sequence in place of a struct or tagged enum is the referee's positional form, which we refuse.
-        container[key] = {} if isinstance(wrong, list) and isinstance(container[key], dict) else wrong
+        structs = isinstance(container[key], dict) or key in ("thinking", "stream_options", "response_format", "tool_choice")
+        container[key] = {} if isinstance(wrong, list) and structs else wrong
 
 
 def convert_case(protocol: str, make: Callable[[random.Random], dict]) -> Callable[[random.Random], tuple]:

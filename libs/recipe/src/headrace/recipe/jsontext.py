@@ -53,8 +53,9 @@ def dumps(value: Any, *, padded_exponents: bool = True) -> str:
 
 
 def compact(value: Any) -> str:
-    """JSON without spaces."""
-    return _compact(value)
+    """JSON without spaces; small floats as V4 spells them."""
+    text = _compact(value)
+    return _write(value, ",", ":") if _SMALL_FLOAT.search(text) else text
 
 
 def quote(text: str) -> str:
@@ -89,13 +90,13 @@ def _parse_int(digits: str) -> int | float:
     return result
 
 
-def _write(value: Any) -> str:
+def _write(value: Any, comma: str = ", ", colon: str = ": ") -> str:
     if isinstance(value, float):
         return _unpadded(value)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_quote(key)}: {_write(item)}" for key, item in value.items()) + "}"
+        return "{" + comma.join(f"{_quote(k)}{colon}{_write(v, comma, colon)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_write, value)) + "]"
+        return "[" + comma.join(_write(v, comma, colon) for v in value) + "]"
     return _spaced(value)
 
 

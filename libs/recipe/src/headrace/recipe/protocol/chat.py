@@ -307,15 +307,22 @@ def _convert(request: ChatRequest, options: ConversionOptions, fields: OpenField
     kind = None if request.thinking is None else request.thinking.type
     thinking, effort = common.thinking_mode(kind, request.reasoning_effort, options.default_thinking_mode)
     conversation = Conversation(thinking_mode=thinking, reasoning_effort=effort)
-    _set_tools(conversation, request)
+    for index, tool in enumerate(request.tools or ()):
+        common.check_tool_name(tool.function.name, f"tools[{index}].function.name")
     messages = _messages(request, version, options)
-    absent = common.fill_reasoning(messages, thinking, options, "reasoning_content")
-    conversation.messages = messages
+    absent = common.fill_reasoning(messages, thinking, options, "reasoning_content", bool(request.tools))
+    conversation.messages = [m for m in messages if m.role != "system" or m.content]
+    _check_prefix_place(request)
+    _check_json_word(request)
+    _set_tools(conversation, request)
+    _check_prefix_use(request)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     common.check_stops(stops, "stop", single=isinstance(request.stop, str))
     if request.stream_options is not None and not request.stream:
         raise RecipeError("stream_options should be set along with stream = true")
     schema = _set_format(conversation, request)
+    if conversation.tool_choice != "none":
+        common.check_strict(request.tools or (), request.response_format is not None)
     sampling = _sampling(request, thinking, stops, options, fields)
     common.resolve_sampling(sampling, version, thinking, conversation.tools_active, options)
     extras = open_extras(fields)
@@ -337,15 +344,17 @@ def _convert(request: ChatRequest, options: ConversionOptions, fields: OpenField
 
 
 def _set_tools(conversation: Conversation, request: ChatRequest) -> None:
-    tools = []
-    for index, tool in enumerate(request.tools or ()):
-        function = tool.function
-        common.check_tool_name(function.name, f"tools[{index}].function.name")
-        parameters = common.tool_parameters(function.name, function.parameters, function.strict)
-        tools.append(ToolDefinition(function.name, function.description, parameters, function.strict))
-    common.check_unique(tools)
-    common.check_strict_mix(tools)
+    """Tools and choice. Tools that are never shown (choice "none") are not checked either."""
     choice = request.tool_choice
+    tools: list[ToolDefinition] = []
+    names: set[str] = set()
+    for tool in request.tools or ():
+        function = tool.function
+        parameters = function.parameters
+        if choice != "none":
+            common.check_unique(function.name, names)
+            parameters = common.tool_parameters(function.name, parameters, function.strict)
+        tools.append(ToolDefinition(function.name, function.description, parameters, function.strict))
     named = choice.name if isinstance(choice, ChoiceFunction) else None
     conversation.tools, conversation.tool_choice = common.choose_tools(
         tools, None if named else choice, named, conversation.thinking_mode
@@ -356,15 +365,77 @@ def _messages(request: ChatRequest, version: str, options: ConversionOptions) ->
     source = request.messages
     if not source:
         raise RecipeError("Empty input messages")
-    _check_tool_results(source)
-    messages = [_message(item, index, version, options) for index, item in enumerate(source)]
-    for index, message in enumerate(messages):
-        if message.prefix and index != len(messages) - 1:
-            raise RecipeError("Invalid completion message: prefix set true with message which is not final message or "
-                              "message role is not assistant")
-    if messages[-1].prefix and request.tools:
-        raise RecipeError("Function call should not be used with prefix")
+    messages: list[Message] = []
+    index = 0
+    while index < len(source):
+        item = source[index]
+        if isinstance(item, ToolMessage):
+            raise RecipeError("Messages with role 'tool' must be a response to a preceding message with 'tool_calls'")
+        messages.append(_message(item, index, version, options))
+        index += 1
+        calls = item.tool_calls if isinstance(item, AssistantMessage) else None
+        if calls:
+            messages += _results(calls, source, index, version, options)
+            index += len(calls)
     return messages
+
+
+def _results(
+    calls: list[RequestToolCall], source: list[Any], start: int, version: str, options: ConversionOptions
+) -> list[Message]:
+    """The results that follow `calls` directly: one for each, in any order."""
+    wanted: set[str] = set()
+    for call in calls:
+        if call.id in wanted:
+            raise RecipeError(f"Duplicate value for 'tool_call_id' of {call.id} in message[{start - 1}]")
+        wanted.add(call.id)
+    answered: set[str] = set()
+    required = "An assistant message with 'tool_calls' must be followed by tool messages responding to each 'tool_call_id'"
+    results = []
+    for position in range(start, start + len(calls)):
+        item = source[position] if position < len(source) else None
+        if not isinstance(item, ToolMessage):
+            raise RecipeError(f"{required}. (insufficient tool messages following tool_calls message)")
+        if item.tool_call_id in answered:
+            raise RecipeError(f"Duplicate value for 'tool_call_id' of {item.tool_call_id} in message[{position}]")
+        if item.tool_call_id not in wanted:
+            raise RecipeError(
+                f"{required}, The following tool_call_ids did not have response messages: {item.tool_call_id}"
+            )
+        answered.add(item.tool_call_id)
+        results.append(_message(item, position, version, options))
+    return results
+
+
+def _check_prefix_place(request: ChatRequest) -> None:
+    """Only the last message may be a prefix."""
+    if any(getattr(item, "prefix", None) for item in request.messages[:-1]):
+        raise RecipeError("Invalid completion message: prefix set true with message which is not final message or "
+                          "message role is not assistant")
+
+
+def _check_prefix_use(request: ChatRequest) -> None:
+    """A prefix goes neither with tools nor with JSON output."""
+    if not getattr(request.messages[-1], "prefix", None):
+        return
+    if isinstance(request.response_format, JsonObjectFormat):
+        raise RecipeError("response_format json_object should not be used with prefix")
+    if request.tools or any(getattr(item, "tool_calls", None) for item in request.messages):
+        raise RecipeError("Function call should not be used with prefix")
+
+
+def _check_json_word(request: ChatRequest) -> None:
+    """JSON output needs the word in the prompt, or the model may never stop."""
+    if not isinstance(request.response_format, JsonObjectFormat):
+        return
+    if not any("json" in part.lower() for item in request.messages for part in _texts(item.content)):
+        raise RecipeError("Prompt must contain the word 'json' in some form to use 'response_format' of type 'json_object'.")
+
+
+def _texts(content: str | list[Any] | None) -> list[str]:
+    if isinstance(content, list):
+        return [part.text for part in content if isinstance(part, TextPart)]
+    return [] if content is None else [content]
 
 
 def _message(item: Any, index: int, version: str, options: ConversionOptions) -> Message:
@@ -396,6 +467,8 @@ def _assistant(item: AssistantMessage, index: int, version: str, path: str, toke
         tool_calls=None if calls is None else [ToolCall(c.id, c.function.name, c.function.arguments) for c in calls],
         prefix=bool(item.prefix),
     )
+    if version != "v4" and isinstance(item.content, list) and any(isinstance(part, ImagePart) for part in item.content):
+        raise RecipeError("Image in assistant message is not supported")
     content = _gather(item.content or "", version, path, token)
     if any(not isinstance(part, str) for part in content.parts):
         raise RecipeError("Image in assistant message is not supported")
@@ -407,6 +480,10 @@ def _gather(source: str | list[Any], version: str, path: str, token: str) -> com
     if isinstance(source, str):
         content.text(source)
         return content
+    if version != "v4":
+        for part in source:
+            if isinstance(part, FilePart):
+                _check_file(part, path)
     for part in source:
         if isinstance(part, TextPart):
             content.text(part.text)
@@ -415,11 +492,11 @@ def _gather(source: str | list[Any], version: str, path: str, token: str) -> com
         elif isinstance(part, ImagePart):
             content.image(common.image_source(part.image_url.url, part.image_url.detail, path))
         else:
-            content.image(_file(part, path))
+            content.image(common.image_source(part.file_data, None, path))
     return content
 
 
-def _file(part: FilePart, path: str) -> Any:
+def _check_file(part: FilePart, path: str) -> None:
     if part.file_id is None and part.file_data is None:
         raise RecipeError(f"{path}: file must have a file_id or file_data")
     if part.file_id is not None and part.file_data is not None:
@@ -430,56 +507,17 @@ def _file(part: FilePart, path: str) -> Any:
         raise RecipeError(f"{path}: file_id is not supported. Pass the image as a base64 data url instead.")
     if not part.file_data.startswith("data:image/"):
         raise RecipeError(f"{path}: file_data is not a valid base64 data url")
-    return common.image_source(part.file_data, None, path, "file_data")
-
-
-def _check_tool_results(source: list[Any]) -> None:
-    """Results follow the calls they answer directly and answer every one, each once."""
-    index, count = 0, len(source)
-    while index < count:
-        item = source[index]
-        if isinstance(item, ToolMessage):
-            raise RecipeError("Messages with role 'tool' must be a response to a preceding message with 'tool_calls'")
-        calls = item.tool_calls if isinstance(item, AssistantMessage) else None
-        index += 1
-        if calls:
-            _check_results(calls, source, index)
-            index += len(calls)
-
-
-def _check_results(calls: list[RequestToolCall], source: list[Any], start: int) -> None:
-    wanted: list[str] = []
-    for call in calls:
-        if call.id in wanted:
-            raise RecipeError(f"Duplicate value for 'tool_call_id' of {call.id} in message[{start - 1}]")
-        wanted.append(call.id)
-    answered: list[str] = []
-    required = "An assistant message with 'tool_calls' must be followed by tool messages responding to each 'tool_call_id'"
-    for position in range(start, start + len(calls)):
-        item = source[position] if position < len(source) else None
-        if not isinstance(item, ToolMessage):
-            raise RecipeError(f"{required}. (insufficient tool messages following tool_calls message)")
-        if item.tool_call_id in answered:
-            raise RecipeError(f"Duplicate value for 'tool_call_id' of {item.tool_call_id} in message[{position}]")
-        if item.tool_call_id not in wanted:
-            raise RecipeError(
-                f"{required}, The following tool_call_ids did not have response messages: {item.tool_call_id}"
-            )
-        answered.append(item.tool_call_id)
 
 
 def _set_format(conversation: Conversation, request: ChatRequest) -> Any:
     """The response format; returns the schema that the constraint uses."""
     form = request.response_format
-    last = conversation.messages[-1]
     if isinstance(form, JsonObjectFormat):
-        if last.prefix:
-            raise RecipeError("response_format json_object should not be used with prefix")
-        if not any("json" in m.content.lower() for m in conversation.messages if m.role in ("system", "user", "assistant")):
-            raise RecipeError("Prompt must contain the word 'json' in some form to use 'response_format' of type 'json_object'.")
         conversation.response_format = "json_object"
     elif isinstance(form, JsonSchemaFormat):
         schema = common.schema_format(form.json_schema.schema, form.json_schema.strict)
+        if form.json_schema.strict:
+            common.close_strict(schema, tool=False)
         conversation.response_format, conversation.response_schema = "json_schema", form.json_schema.schema
         return schema
     elif isinstance(form, RegexFormat):
@@ -490,10 +528,6 @@ def _set_format(conversation: Conversation, request: ChatRequest) -> Any:
 def _sampling(
     request: ChatRequest, thinking: bool, stops: list[str], options: ConversionOptions, fields: OpenFields | None
 ) -> Sampling:
-    if any(tool.function.strict for tool in request.tools or ()) and request.response_format is not None and not isinstance(
-        request.response_format, TextFormat
-    ):
-        raise RecipeError("response_format should not be used with tools")
     n = 1 if request.n is None else request.n
     if fields is None and n != 1:
         raise RecipeError("Invalid n value (currently only n = 1 is supported)")

@@ -10,7 +10,7 @@ from ..errors import RecipeError, ShapeError
 from ..jsontext import JSONError, compact, loads
 from ..stream.options import ParsingOptions
 from .request import ConversionOptions, OutputConstraint, Sampling
-from .schema import SchemaError, StrictError, check, strict
+from .schema import SchemaError, check, close, strict
 
 EFFORTS = {"minimal": "low", "low": "low", "medium": "high", "high": "high", "xhigh": "xhigh", "ultra": "max", "max": "max"}
 MAX_STOPS = 16
@@ -114,11 +114,11 @@ def tool_parameters(name: str, parameters: Any, is_strict: bool | None) -> Any:
     """A tool's schema, checked, and rebuilt when strict."""
     if is_strict:
         try:
-            return strict({"type": "object"} if parameters is None else parameters, tool=True)
-        except StrictError as error:
-            raise RecipeError(str(error)) from None
+            rebuilt = strict({"type": "object"} if parameters is None else parameters)
         except SchemaError as error:
             raise RecipeError(f"Invalid tool parameters schema : {error}") from None
+        close_strict(rebuilt, tool=True)
+        return rebuilt
     if parameters is None:
         return {}
     check_tool_schema(name, parameters)
@@ -139,16 +139,22 @@ def check_tool_schema(name: str, parameters: Any) -> None:
         )
 
 
-def check_unique(tools: list[ToolDefinition]) -> None:
-    """No two tools of one name."""
-    if len({tool.name for tool in tools}) != len(tools):
+def check_unique(name: str, names: set[str]) -> None:
+    """No two tools of one name; adds `name` to `names`."""
+    if name in names:
         raise RecipeError("Tool names must be unique.")
+    names.add(name)
 
 
-def check_strict_mix(tools: list[ToolDefinition]) -> None:
-    """Either all tools are strict or none."""
-    if any(tool.strict for tool in tools) and not all(tool.strict for tool in tools):
+def check_strict(tools: Any, has_format: bool) -> None:
+    """Either all tools are strict or none, and strict tools go with no response format."""
+    flags = [bool(tool.function.strict) for tool in tools]
+    if not any(flags):
+        return
+    if not all(flags):
         raise RecipeError("Cannot use strict tool with non-strict tool in the same request")
+    if has_format:
+        raise RecipeError("response_format should not be used with tools")
 
 
 def choose_tools(
@@ -176,13 +182,19 @@ def schema_format(schema: Any, is_strict: bool | None) -> Any:
     """A response format's schema as the constraint uses it: checked, or rebuilt when strict."""
     try:
         if is_strict:
-            return strict(schema, tool=False)
+            return strict(schema)
         check(schema)
-    except StrictError as error:
-        raise RecipeError(str(error)) from None
     except SchemaError as error:
         raise RecipeError(f"Invalid json schema: {error}") from None
     return schema
+
+
+def close_strict(schema: Any, *, tool: bool) -> None:
+    """Close a rebuilt schema in place."""
+    try:
+        close(schema, tool=tool)
+    except SchemaError as error:
+        raise RecipeError(str(error)) from None
 
 
 def output_constraint(conversation: Conversation, schema: Any) -> OutputConstraint | None:
@@ -286,19 +298,22 @@ def image_source(url: str, detail: ImageDetail | None, path: str, field: str = "
 
 
 def fill_reasoning(
-    messages: list[Message], thinking: bool, options: ConversionOptions, field: str
+    messages: list[Message], thinking: bool, options: ConversionOptions, field: str, has_tools: bool
 ) -> frozenset[int]:
-    """Give assistant turns without reasoning an empty one in thinking mode; the indexes of those turns.
+    """Give assistant turns without reasoning an empty one in thinking mode, take it from all otherwise.
 
-    With `reasoning_content="reject"`, refuse when a turn with tool calls after the last user message lacks its own.
+    Returns the indexes of the turns that came without. With `reasoning_content="reject"`, refuse when a turn after the
+    last user message lacks it where tools are declared or that turn calls some.
     """
+    assistants = [(i, m) for i, m in enumerate(messages) if m.role == "assistant"]
     if not thinking:
+        for _, message in assistants:
+            message.reasoning_content = None
         return frozenset()
-    absent = frozenset(i for i, m in enumerate(messages) if m.role == "assistant" and m.reasoning_content is None)
+    absent = frozenset(i for i, m in assistants if m.reasoning_content is None)
     if options.reasoning_content == "reject":
         last_user = max((i for i, m in enumerate(messages) if m.role == "user"), default=-1)
-        turn = range(last_user + 1, len(messages))
-        if any(messages[i].tool_calls for i in turn) and any(i in absent for i in turn):
+        if any(i in absent and i > last_user and (has_tools or m.tool_calls) for i, m in assistants):
             raise RecipeError(f"The `{field}` in the thinking mode must be passed back to the API.")
     for index in absent:
         messages[index].reasoning_content = ""

@@ -119,21 +119,20 @@ _KEYWORDS: list[dict[str, Callable[[Any], None]]] = [
 # --- strict mode -----------------------------------------------------------------------------------------------------
 
 
-def strict(schema: Any, *, tool: bool) -> dict[str, Any]:
-    """`schema` rebuilt for strict mode. A tool without properties is fine, a response format is not."""
+def strict(schema: Any) -> dict[str, Any]:
+    """The keywords of `schema` that strict mode keeps. Raises SchemaError when it cannot be read so."""
     try:
-        rebuilt = _read(schema)
+        return _read(schema)
     except Misfit as error:
         raise SchemaError(error.reason) from None
+
+
+def close(rebuilt: dict[str, Any], *, tool: bool) -> None:
+    """Close every object of a schema from `strict`, in place. A tool may have no properties, a format may not."""
     if rebuilt.get("type") != "object":
         kind = "function parameters" if tool else "json"
-        raise StrictError(f"The top level of the {kind} schema must be an object.")
+        raise SchemaError(f"The top level of the {kind} schema must be an object.")
     _close(rebuilt, allow_empty=tool)
-    return rebuilt
-
-
-class StrictError(SchemaError):
-    """Well formed, but against the rules of strict mode."""
 
 
 def _read(schema: Any) -> dict[str, Any]:
@@ -234,19 +233,19 @@ def _close(schema: dict[str, Any], *, allow_empty: bool = False) -> None:
 def _close_object(schema: dict[str, Any], allow_empty: bool) -> None:
     properties = schema.get("properties", {})
     if not properties and not allow_empty:
-        raise StrictError("An object with no properties is not allowed.")
+        raise SchemaError("An object with no properties is not allowed.")
     if schema.get("additionalProperties"):
-        raise StrictError("additionalProperties should not be true")
+        raise SchemaError("additionalProperties should not be true")
     if "required" in schema:
         seen: set[str] = set()
         for name in schema["required"]:
             if name not in properties:
-                raise StrictError(f"Required property '{name}' not found in object")
+                raise SchemaError(f"Required property '{name}' not found in object")
             if name in seen:
-                raise StrictError(f"Duplicate required property '{name}'")
+                raise SchemaError(f"Duplicate required property '{name}'")
             seen.add(name)
         if len(seen) != len(properties):
-            raise StrictError("Required properties must match all properties in the object")
+            raise SchemaError("Required properties must match all properties in the object")
     for item in properties.values():
         _close(item)
     for item in schema.get("$def", {}).values():
