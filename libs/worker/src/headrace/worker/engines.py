@@ -44,7 +44,7 @@ def _simulated(settings: WorkerSettings, register: Register) -> api.Engine:
         eos_token_ids=(settings.sim_eos,),
         prefill_seconds_per_token=settings.sim_prefill_seconds,
         decode_step_seconds=settings.sim_step_seconds,
-        max_snapshots=settings.snapshots,
+        max_snapshots=settings.snapshot_bytes // settings.sim_state_bytes,
         script=load_script(settings.sim_script) if settings.sim_script else (),
         echo=settings.sim_echo,
         model_name=settings.sim_model,
@@ -58,7 +58,8 @@ def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine
     log.info("importing torch")
     import torch
 
-    from headrace.engine import EngineConfig, EngineCore, load_model
+    from headrace.engine import EngineConfig, EngineCore
+    from headrace.engine.loader import load_model
 
     torch.set_num_threads(settings.compute_threads)
     log.info("loading", model=settings.model, threads=settings.compute_threads)
@@ -76,6 +77,8 @@ def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=settings.max_model_len or None,
-        max_snapshots=settings.snapshots,
+        snapshot_bytes=settings.snapshot_bytes,
+        swap_bytes=settings.swap_bytes,
+        model_name=os.path.basename(os.path.normpath(settings.model)),
     )
     return EngineCore(model, config, kv_buffer=register("kv", model.spec.block_bytes * settings.num_blocks))

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from headrace.bus import BusError, Peers, Prober, Service, StartError, subjects
 from headrace.bus import messages as m
 from headrace.engine import api
+from headrace.kv.grants import Tombstones
 from headrace.transfer import Links, Memory, TransferError
 
 from .engines import build
@@ -25,8 +26,6 @@ from .kvclient import KvStoreClient, Limits
 from .settings import WorkerSettings
 
 PAGE = 16_384  # hashes in one answer of `blocks`
-TOMBSTONE_SECONDS = 60.0
-MAX_TOMBSTONES = 65_536
 
 
 class WorkerService(Service):
@@ -278,29 +277,6 @@ class Outbox:
 
     def forget(self, gateway: str) -> None:
         self.seq.pop(gateway, None)
-
-
-class Tombstones:
-    """Attempts that were cancelled before they were known. Bounded in number and time."""
-
-    def __init__(self) -> None:
-        self._until: dict[str, float] = {}
-
-    def add(self, key: str) -> None:
-        self._until.pop(key, None)
-        self._until[key] = time.monotonic() + TOMBSTONE_SECONDS
-        if len(self._until) > MAX_TOMBSTONES:
-            del self._until[next(iter(self._until))]
-
-    def __contains__(self, key: str) -> bool:
-        return self._until.get(key, 0.0) > time.monotonic()
-
-    def __len__(self) -> int:
-        return len(self._until)
-
-    def sweep(self, now: float) -> None:
-        while self._until and next(iter(self._until.values())) <= now:
-            del self._until[next(iter(self._until))]
 
 
 class _WorkerCollector:

@@ -37,7 +37,8 @@ class WorkerSettings(Settings):
     threads: Annotated[
         int, Meta(ge=0, description="compute threads; 0: half of the cores, for prefill and decode on one host")
     ] = 0
-    snapshots: Annotated[int, Meta(ge=0, description="state snapshots kept in memory; 0: none, hits replay")] = 64
+    snapshot_bytes: Annotated[int, Meta(ge=0, description="host memory for state snapshots; 0: none, hits replay")] = 256 << 20
+    swap_bytes: Annotated[int, Meta(ge=0, description="host memory for sequences that were preempted")] = 1 << 30
     kvstore: Annotated[bool, Meta(description="look prefixes up in the kvstore and write blocks through to it")] = True
     kvstore_wait: Annotated[
         float, Meta(gt=0, description="seconds a request may wait for the kvstore before it is computed")

@@ -93,7 +93,17 @@ class Cluster:
         """Start `python -m headrace.<role>`; with `ready`, return when it says so on the bus."""
         name = f"{role}{len(self.processes)}"
         path = self.folder / f"{name}.log"
-        command = [sys.executable, "-m", f"headrace.{role}", "--nats-url", self.nats.url, "--name", name, "--shm-dir", self.shm_dir]
+        command = [
+            sys.executable,
+            "-m",
+            f"headrace.{role}",
+            "--nats-url",
+            self.nats.url,
+            "--name",
+            name,
+            "--shm-dir",
+            self.shm_dir,
+        ]
         with path.open("wb") as log:
             popen = subprocess.Popen(
                 [*command, "--log-format", "json", *flags], stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -309,6 +319,7 @@ class TestGateway(Service):
     async def _cancel(self, request: str, prefill: str, decode: str, reason: str, keep: dict[int, int] | None = None) -> None:
         message = m.Cancel(request, 0, reason, keep or {})
         asks = [
-            self.bus.ask(f"headrace.{role}.{name}.cancel", message, 1.0) for role, name in (("decode", decode), ("prefill", prefill))
+            self.bus.ask(f"headrace.{role}.{name}.cancel", message, 1.0)
+            for role, name in (("decode", decode), ("prefill", prefill))
         ]
         await asyncio.gather(*asks, return_exceptions=True)

@@ -1,85 +1,71 @@
-"""Memory that prefill workers write into: tickets, their slots, and when a block may be used again.
+"""Memory that prefill workers write into: slots, tickets on the wire, and the effects of the grant machine on real memory.
 
-Knows the regions `kv`, `slab` and `mailbox`, the two-phase gate, expiry and quarantine. Does not know requests or output.
-
-A ticket that left this node gives its blocks two owners: the request and the writer. They are free again when both let go: the
-writer by `commit`, by `writer_done`, by telling that it does not know the attempt (it then never will: it keeps a tombstone), or by
-proven death. Time alone frees nothing: what expires is quarantined.
+Knows the regions `kv`, `slab` and `mailbox` and how `headrace.kv.grants.owner` (which decides) meets the block pool, the engine's
+reservations and the transport's fence. Does not know requests or output: those effects go to `tell`.
 """
 
 from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from headrace.bus import messages as m
 from headrace.bus import nuid
 from headrace.engine import api
+from headrace.kv.grants import Ledger, effects, events, owner
 from headrace.transfer import Memory
 from headrace.worker import slab
 
 MAILBOX_BYTES = 8
-SEQUENCE = 1  # the one commit of a ticket
-REMEMBERED = 4096  # verdicts of tickets that are over
 _U64 = struct.Struct("<Q")
 
 
-class State(Enum):
-    """Of a ticket. BOUND until the gate opens; ADMITTED and DONE are over; QUARANTINED: the request let go, the writer did not."""
-
-    BOUND = "bound"
-    ADMITTED = "admitted"
-    QUARANTINED = "quarantined"
-    DONE = "done"
-
-
 @dataclass(slots=True, eq=False)
-class Ticket:
-    """One permission to write, as its owner sees it."""
+class Landed:
+    """What one ticket stands for here, until its slots are free again."""
 
     wire: m.Ticket
-    key: str  # of the request's attempt
-    prefill: str
-    blocks: list[int]
+    prefill: str  # instance
+    reservation: api.Reservation
     slot: int
-    expires: float
-    state: State = State.BOUND
-    record: m.Commit | None = None  # the commit, while its flag is missing
-    flagged: float = 0.0  # when the flag was first seen without its record
-    asked: float = 0.0  # when the writer was last asked
-    checking: bool = False  # a thread of ours reads the memory
-    let_go: bool = False  # the writer has, but `checking` has not
-    owner: Any = None
+    request: Any  # whose hand-off it is
 
 
 class Landing:
-    """All tickets of this decode instance."""
+    """All tickets of this decode instance. `tell(landed, effect)`: Admit, Verify, FailRequest and AskStatus, which are not about
+    memory."""
 
-    def __init__(self, memory: Memory, kv: memoryview, engine: api.Engine, slots: int, ttl: float) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        kv: memoryview,
+        engine: api.Engine,
+        slots: int,
+        ttl: float,
+        verify: bool,
+        tell: Callable[[Landed, Any], None],
+    ) -> None:
         info = engine.info
-        self.memory, self.kv, self.ttl = memory, kv, ttl
-        self.pool = engine.pool
-        self.block_bytes, self.slot_bytes = info.block_bytes, slab.slot_bytes(info)
+        self.memory, self.kv, self.engine, self.ttl, self.verify, self._tell = memory, kv, engine, ttl, verify, tell
+        self.pool, self.block_bytes, self.slot_bytes = engine.pool, info.block_bytes, slab.slot_bytes(info)
         self.slab = memory.register("slab", slots * self.slot_bytes)
         self.mailbox = memory.register("mailbox", slots * MAILBOX_BYTES)
+        self.slots = slots
         self.free_slots = list(range(slots))
-        self.tickets: dict[str, Ticket] = {}  # BOUND and QUARANTINED, by ticket id
-        self.verdicts: dict[str, str] = {}  # of the others
+        self.ledger: Ledger[owner.Ticket] = Ledger(owner.step, owner.tick, owner.over)
+        self.landed: dict[str, Landed] = {}  # by ticket, while it holds slots
         self.quarantines = 0  # ever
-        self._generation = 0
 
     # ------------------------------------------------------------ life of a ticket
 
-    def mint(self, bind: m.Bind, key: str, have: int, blocks: list[int], now: float) -> Ticket | None:
-        """A ticket for blocks that were just allocated; None when no slot is free. Never the same generation twice."""
+    def mint(self, bind: m.Bind, reservation: api.Reservation, request: Any, now: float) -> Landed | None:
+        """A ticket for memory that was just reserved; None when no slot is free. Never the same generation twice."""
         if not self.free_slots:
             return None
-        slot = self.free_slots.pop()
-        self._generation += 1
-        assert self._generation < 1 << 32, "generations are used up; restart this instance"
+        slot, blocks, generation = self.free_slots.pop(), reservation.blocks, self.ledger.next_generation()
         _U64.pack_into(self.mailbox, slot * MAILBOX_BYTES, 0)
         wire = m.Ticket(
             ticket=nuid(),
@@ -87,8 +73,8 @@ class Landing:
             attempt=bind.attempt,
             reader=self.memory.incarnation,
             writer=bind.writer,
-            generation=self._generation,
-            first_block=have,
+            generation=generation,
+            first_block=reservation.have,
             blocks=array("I", blocks).tobytes(),
             block_bytes=self.block_bytes,
             slab_offset=slot * self.slot_bytes,
@@ -97,72 +83,92 @@ class Landing:
             ttl=self.ttl,
             content=bind.content,
         )
+        landed = self.landed[wire.ticket] = Landed(wire, bind.prefill, reservation, slot, request)
+        nbytes = len(blocks) * self.block_bytes
+        made = owner.bind(generation, bind.writer, tuple(blocks), nbytes, self.ttl, now, self.verify)
+        self._carry(landed, self.ledger.add(wire.ticket, *made), now)
+        return landed
+
+    def feed(self, ticket: str, event: Any, now: float) -> str:
+        """One event of a ticket. -> the verdict, if the event was a commit."""
+        effects_ = self.ledger.feed(ticket, event, now)
+        return self._carry(self.landed.get(ticket), effects_, now)
+
+    def tick(self, now: float) -> None:
+        """Late flags, ends of leases, questions that are due."""
+        for ticket, state in self.ledger:
+            if not state.flag and state.phase in (owner.BOUND, owner.COMMITTED):
+                self.look(ticket, now)
+        for ticket, effect in self.ledger.tick(now):
+            self._carry(self.landed.get(ticket), [effect], now)
+
+    def look(self, ticket: str, now: float) -> None:
+        """Is the flag there?"""
+        landed = self.landed[ticket]
+        (value,) = _U64.unpack_from(self.mailbox, landed.wire.mailbox)
+        if value:
+            self.feed(ticket, events.FlagSeen(value), now)
+
+    def check_writers(self, now: float) -> None:
+        """Writers that are proven dead need not be waited for."""
+        dead: dict[str, bool] = {}
+        for ticket, state in self.ledger:
+            if state.phase == owner.BOUND:
+                if state.writer not in dead:
+                    dead[state.writer] = self.memory.is_dead(state.writer)
+                if dead[state.writer]:
+                    self.feed(ticket, events.WriterLost(), now)
+
+    def _carry(self, landed: Landed | None, list_: list[Any], now: float) -> str:
+        """Do what the machine wants, in its order."""
+        verdict = ""
+        for effect in list_:
+            match effect:
+                case effects.Answer(answer):
+                    verdict = answer
+                case effects.Unknown():
+                    verdict = "unknown"
+                case effects.Arm(generation):
+                    self._arm(landed, generation)
+                case effects.Disarm(generation):
+                    self.memory.disarm(generation)
+                case effects.Abandon():
+                    self.engine.abandon(landed.reservation)
+                case effects.FreeBlocks(blocks):
+                    self.pool.release(blocks)
+                case effects.Quarantine(blocks):
+                    self.quarantines += 1
+                    self.pool.quarantine(blocks, landed.wire.ticket)
+                case effects.Unquarantine():
+                    self.pool.unquarantine(landed.wire.ticket)
+                case effects.FreeSlots():
+                    del self.landed[landed.wire.ticket]
+                    self.free_slots.append(landed.slot)
+                case effects.CheckFence(writer):
+                    if self.memory.fenced(writer):
+                        self.feed(landed.wire.ticket, events.Fenced(), now)
+                case _:
+                    self._tell(landed, effect)
+        return verdict
+
+    def _arm(self, landed: Landed, generation: int) -> None:
+        wire, size = landed.wire, self.block_bytes
         self.memory.arm(
-            wire.generation,
+            generation,
             {
-                "kv": [(block * self.block_bytes, self.block_bytes) for block in blocks],
+                "kv": [(block * size, size) for block in landed.reservation.blocks],
                 "slab": [(wire.slab_offset, wire.slab_bytes)],
                 "mailbox": [(wire.mailbox, MAILBOX_BYTES)],
             },
         )
-        ticket = Ticket(wire, key, bind.prefill, blocks, slot, now + self.ttl)
-        self.tickets[wire.ticket] = ticket
-        return ticket
 
-    def renew(self, ticket: Ticket, now: float) -> None:
-        ticket.expires = now + self.ttl
+    # ------------------------------------------------------------ the bytes
 
-    def flag(self, ticket: Ticket) -> bool:
-        """The writer's 8 bytes are there, and they are this generation's."""
-        (value,) = _U64.unpack_from(self.mailbox, ticket.wire.mailbox)
-        return value == ticket.wire.generation << 32 | SEQUENCE
+    def slab_of(self, landed: Landed, nbytes: int) -> memoryview:
+        start = landed.wire.slab_offset
+        return self.slab[start : start + nbytes]
 
-    def slab_of(self, ticket: Ticket) -> memoryview:
-        return self.slab[ticket.wire.slab_offset : ticket.wire.slab_offset + ticket.wire.slab_bytes]
-
-    def block(self, block: int) -> memoryview:
-        return self.kv[block * self.block_bytes : (block + 1) * self.block_bytes]
-
-    def admitted(self, ticket: Ticket) -> None:
-        """The writer let go by its commit, and the request took the blocks."""
-        self._over(ticket, State.ADMITTED, "admitted")
-
-    def failed_commit(self, ticket: Ticket) -> None:
-        """Committed, so the writer is done, but what it wrote is no good: the blocks are free."""
-        self.pool.release(ticket.blocks)
-        self._over(ticket, State.DONE, "stale")
-
-    def let_go(self, ticket: Ticket) -> None:
-        """The request let go; the writer may still be writing. Free at once only where the transport proves that it can't."""
-        assert ticket.state is State.BOUND
-        ticket.state, ticket.owner, ticket.record = State.QUARANTINED, None, None
-        self.memory.disarm(ticket.wire.generation)
-        self.pool.quarantine(ticket.blocks, ticket.wire.ticket)
-        self.quarantines += 1
-        if ticket.checking or self.memory.fenced(ticket.wire.writer):  # checked: its commit is here, so the writer is done
-            self.writer_let_go(ticket)
-
-    def writer_let_go(self, ticket: Ticket) -> None:
-        """`writer_done`, or proven death. A bound ticket's request must have been ended before (`quarantine`)."""
-        assert ticket.state is State.QUARANTINED
-        if ticket.checking:
-            ticket.let_go = True
-            return
-        self.pool.unquarantine(ticket.wire.ticket)
-        self._over(ticket, State.DONE, "stale")
-
-    def checked(self, ticket: Ticket) -> bool:
-        """Our thread has read; True when the ticket is still bound."""
-        ticket.checking = False
-        if ticket.state is State.QUARANTINED and ticket.let_go:
-            self.writer_let_go(ticket)
-        return ticket.state is State.BOUND
-
-    def _over(self, ticket: Ticket, state: State, verdict: str) -> None:
-        ticket.state, ticket.owner, ticket.record = state, None, None
-        self.memory.disarm(ticket.wire.generation)
-        self.free_slots.append(ticket.slot)
-        del self.tickets[ticket.wire.ticket]
-        self.verdicts[ticket.wire.ticket] = verdict
-        if len(self.verdicts) > REMEMBERED:
-            del self.verdicts[next(iter(self.verdicts))]
+    def blocks_of(self, landed: Landed) -> list[memoryview]:
+        """The written blocks, in logical order."""
+        size = self.block_bytes
+        return [self.kv[block * size : (block + 1) * size] for block in landed.reservation.blocks]

@@ -13,7 +13,7 @@ from enum import Enum
 from headrace.bus import messages as m
 from headrace.engine import api
 
-from .landing import Ticket
+from .landing import Landed
 
 
 class Phase(Enum):
@@ -48,8 +48,7 @@ class Request:
     promised: int  # blocks that binding will take
     phase: Phase = Phase.CREDIT
     pins: list[int] = field(default_factory=list)
-    reservation: api.Reservation | None = None
-    ticket: Ticket | None = None
+    landed: Landed | None = None  # BOUND
     choices: list[Choice] = field(default_factory=list)
     usage: m.Usage | None = None  # the prompt's part, from prefill
     problem: m.Problem | None = None

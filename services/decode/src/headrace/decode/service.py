@@ -18,19 +18,20 @@ from headrace.bus import Meta
 from headrace.bus import messages as m
 from headrace.bus.errors import BusError
 from headrace.engine import api
+from headrace.kv.grants import effects, events
 from headrace.kv.hashing import content_binding
 from headrace.worker import slab
 from headrace.worker.service import WorkerService
 from headrace.worker.settings import WorkerSettings
 
-from .landing import Landing, State, Ticket
+from .landing import Landed, Landing
 from .request import Choice, Phase, Request, sampling_params
 
 FINISHED_SECONDS = 30.0  # a finished output can be asked for again
 FINISHED_BYTES = 64 << 20
-FLAG_GRACE = 0.05  # seconds that a flag waits for its record before we ask the writer
-ASK_SECONDS = 0.5  # between questions to a writer that still holds quarantined memory
+ASK_SECONDS = 0.5  # patience with a question to a writer
 DEATH_SECONDS = 0.2  # between checks whether writers live
+STATUS = {"deadline": 504, "overloaded": 503, "preempted": 503}  # of the engine's failures; others are 500
 INLINE_BYTES = 64 << 10  # more than this is checked in a thread
 
 
@@ -85,7 +86,9 @@ class DecodeService(WorkerService):
 
     def prepare(self) -> None:
         slots = self.settings.slab_slots or self.engine.info.max_num_seqs
-        self.landing = Landing(self.memory, self.kv, self.engine, slots, self.settings.ticket_seconds)
+        self.landing = Landing(
+            self.memory, self.kv, self.engine, slots, self.settings.ticket_seconds, self.settings.checksums, self._landing_says
+        )
 
     def load(self) -> m.Load:
         load = super().load()
@@ -156,6 +159,10 @@ class DecodeService(WorkerService):
                 "invalid", f"{tokens} prompt tokens have {tokens // info.block_tokens} full blocks; "
                 f"{len(message.block_hashes) // m.HASH_BYTES} hashes came"
             )  # fmt: skip
+        try:
+            sampling_params(message.sampling).check()
+        except ValueError as error:
+            return m.Refused("invalid", str(error))
         if (need := -(-tokens // info.block_tokens) + n) > info.num_blocks:
             return m.Refused("invalid", f"the request needs {need} blocks; this instance has {info.num_blocks}")
         return None
@@ -185,7 +192,7 @@ class DecodeService(WorkerService):
 
     @staticmethod
     def _resident(request: Request) -> int:
-        return request.reservation.have if request.reservation is not None else len(request.pins)
+        return request.landed.reservation.have if request.landed is not None else len(request.pins)
 
     # ------------------------------------------------------------ bind
 
@@ -197,13 +204,12 @@ class DecodeService(WorkerService):
             code = "stale" if key in self.tombstones or key in self.finished else "unknown"
             return m.Refused(code, f"attempt {message.attempt} of {message.request} is not here")
         now = time.monotonic()
-        if request.ticket is not None and request.phase is Phase.BOUND:
-            if request.ticket.wire.writer != message.writer:
-                return m.Refused(
-                    "stale", f"{message.request} is bound to {request.ticket.wire.writer}, not to {message.writer}"
-                )
-            self.landing.renew(request.ticket, now)
-            return m.Bound(request.ticket.wire, self.address)
+        if request.phase is Phase.BOUND:
+            wire = request.landed.wire
+            if wire.writer != message.writer:
+                return m.Refused("stale", f"{message.request} is bound to {wire.writer}, not to {message.writer}")
+            self.landing.feed(wire.ticket, events.Renewed(now + self.landing.ttl), now)
+            return m.Bound(wire, self.address)
         if request.phase is not Phase.CREDIT:
             return m.Refused("stale", f"{message.request} is {request.phase.value} already")
         refusal = self.mismatch(message.layout_id, message.checkpoint, message.draft, message.prefill)
@@ -218,16 +224,15 @@ class DecodeService(WorkerService):
         reservation = self.engine.reserve(key, request.hashes, message.prompt_tokens)
         if reservation is None:
             return m.Refused("full", f"no memory for {message.prompt_tokens} tokens now", self.load(), 0.02)
-        ticket = self.landing.mint(message, key, reservation.have, reservation.blocks, now)
-        if ticket is None:
+        landed = self.landing.mint(message, reservation, request, now)
+        if landed is None:
             self.engine.abandon(reservation)
             self.engine.pool.release(reservation.blocks)
             return m.Refused("full", "all slab slots are taken", self.load(), 0.02)
-        ticket.owner = request
         self._unpin(request)
-        request.phase, request.reservation, request.ticket = Phase.BOUND, reservation, ticket
+        request.phase, request.landed = Phase.BOUND, landed
         self.trace.event(message.request, "decode.bound", blocks=len(reservation.blocks), have=reservation.have)
-        return m.Bound(ticket.wire, self.address)
+        return m.Bound(landed.wire, self.address)
 
     def _unpin(self, request: Request) -> None:
         self.engine.pool.release(request.pins)
@@ -237,57 +242,51 @@ class DecodeService(WorkerService):
 
     # ------------------------------------------------------------ commit
 
-    def commit(self, message: m.Commit) -> Any:
-        """Both halves of the gate: this record and the flag in the mailbox. -> Verdict, or an awaitable of it."""
-        ticket = self.landing.tickets.get(message.ticket)
-        if ticket is None:
-            return m.Verdict(self.landing.verdicts.get(message.ticket, "unknown"))
-        wire = ticket.wire
-        if ticket.state is not State.BOUND or message.generation != wire.generation or message.attempt != wire.attempt:
-            if ticket.state is State.QUARANTINED and message.generation == wire.generation:
-                self.landing.writer_let_go(ticket)  # who commits has flushed and writes no more
-                self.host.wake()
-            return m.Verdict("stale")
-        if message.nbytes != len(ticket.blocks) * wire.block_bytes or not 0 < message.slab_bytes <= wire.slab_bytes:
-            return m.Refused(
-                "invalid", f"ticket {wire.ticket} is {len(ticket.blocks) * wire.block_bytes} bytes and a slab of at most "
-                f"{wire.slab_bytes}; the commit says {message.nbytes} and {message.slab_bytes}"
-            )  # fmt: skip
-        ticket.record = message
-        if ticket.checking or not self.landing.flag(ticket):
-            return m.Verdict("pending")  # the tick opens the gate when the flag comes; the writer asks again
-        return self._open(ticket)
+    def commit(self, message: m.Commit) -> m.Verdict:
+        """The record; with the flag in the mailbox it opens the gate."""
+        now = time.monotonic()
+        if message.ticket in self.landing.ledger.live:
+            self.landing.look(message.ticket, now)
+        return m.Verdict(self.landing.feed(message.ticket, events.Committed(message.generation, message.nbytes, message), now))
 
-    def _open(self, ticket: Ticket) -> Any:
-        """The gate is open: check what was written and let the request run."""
-        if not ticket.record.checksums:
-            return self._run(ticket)
-        if ticket.record.nbytes + ticket.record.slab_bytes <= INLINE_BYTES:
-            return self._run(ticket) if self._checked(ticket, ticket.record) else self._corrupt(ticket, "a checksum differs")
-        ticket.checking = True
-        return self._open_checked(ticket)
+    def _landing_says(self, landed: Landed, effect: Any) -> None:
+        """What a ticket's machine wants and memory alone can't give."""
+        match effect:
+            case effects.Admit(record):
+                self._run(landed, record)
+            case effects.Verify(record):
+                self._keep(asyncio.ensure_future(self._verify(landed, record)))
+            case effects.FailRequest(code, text):
+                status = 504 if code == "expired" else 502
+                self._problem(landed.request, status, f"handoff_{code}", f"the hand-off from {landed.prefill} failed: {text}")
+            case effects.AskStatus():
+                self._keep(asyncio.ensure_future(self._ask_status(landed)))
 
-    async def _open_checked(self, ticket: Ticket) -> m.Message:
-        good = await asyncio.to_thread(self._checked, ticket, ticket.record)
-        if not self.landing.checked(ticket):
-            return m.Verdict("stale")
-        return self._run(ticket) if good else self._corrupt(ticket, "a checksum differs")
+    async def _verify(self, landed: Landed, record: m.Commit) -> None:
+        """Compare every checksum, off the loop when there is much to read."""
+        small = record.nbytes + record.slab_bytes <= INLINE_BYTES
+        good = self._checksums_fit(landed, record) if small else await asyncio.to_thread(self._checksums_fit, landed, record)
+        self.landing.feed(landed.wire.ticket, events.Verified(good), time.monotonic())
 
-    def _checked(self, ticket: Ticket, record: m.Commit) -> bool:
+    def _checksums_fit(self, landed: Landed, record: m.Commit) -> bool:
+        if not record.checksums:
+            return False
         want = array("I")
         want.frombytes(record.checksums)
-        got = [crc32(self.landing.block(block)) for block in ticket.blocks]
-        got.append(crc32(self.landing.slab_of(ticket)[: record.slab_bytes]))
-        return want.tolist() == got
+        parts = [*self.landing.blocks_of(landed), self.landing.slab_of(landed, record.slab_bytes)]
+        return want.tolist() == [crc32(part) for part in parts]
 
-    def _run(self, ticket: Ticket) -> m.Message:
-        request: Request = ticket.owner
-        record, admit, info = ticket.record, request.admit, self.engine.info
+    def _run(self, landed: Landed, record: m.Commit) -> None:
+        """The gate is open: everything is in our memory. What is not what was bound is an error, never an answer."""
+        request: Request = landed.request
+        admit, info, now = request.admit, self.engine.info, time.monotonic()
         try:
-            handoff = slab.unpack(self.landing.slab_of(ticket)[: record.slab_bytes])
+            if not 0 < record.slab_bytes <= landed.wire.slab_bytes:
+                raise ValueError(f"the slab has room for {landed.wire.slab_bytes} bytes; the commit says {record.slab_bytes}")
+            handoff = slab.unpack(self.landing.slab_of(landed, record.slab_bytes))
             if len(handoff.ids) != admit.prompt_tokens:
                 raise ValueError(f"the slab has {len(handoff.ids)} ids; {admit.prompt_tokens} were admitted")
-            if content_binding(info.layout_id, admit.namespace, handoff.ids, (), info.checkpoint) != ticket.wire.content:
+            if content_binding(info.layout_id, admit.namespace, handoff.ids, (), info.checkpoint) != landed.wire.content:
                 raise ValueError("the slab's ids are not those that the ticket was bound to")
             handoff.state, handoff.hidden = bytes(handoff.state), bytes(handoff.hidden)  # the slot is free after this
             wanted = api.EngineRequest(
@@ -299,31 +298,20 @@ class DecodeService(WorkerService):
                 priority=admit.priority,
                 deadline=request.deadline,
             )
-            self.engine.admit(request.reservation, handoff, wanted)
+            self.engine.admit(landed.reservation, handoff, wanted)
         except ValueError as error:
-            return self._corrupt(ticket, str(error))
-        request.phase, request.usage, request.admitted = Phase.RUNNING, record.usage, time.monotonic()
-        request.ticket = None
-        self.landing.admitted(ticket)
-        self.host.wake()
-        self.trace.event(
-            admit.request,
-            "decode.admitted",
-            ms=(request.admitted - request.began) * 1e3,
-            bytes=record.nbytes + record.slab_bytes,
-        )
-        return m.Verdict("admitted")
-
-    def _corrupt(self, ticket: Ticket, why: str) -> m.Refused:
-        """What was committed is not what was bound: an error, never an answer. The writer is done, so the memory is free."""
-        request: Request = ticket.owner
-        self.counters["corrupt"] += 1
-        self.log.error("hand-off refused", request=request.admit.request, prefill=ticket.prefill, why=why)
-        self.engine.abandon(request.reservation)
-        self.landing.failed_commit(ticket)
-        request.reservation = request.ticket = None
-        self._problem(request, 502, "corrupt_handoff", f"the hand-off from {ticket.prefill} was refused: {why}")
-        return m.Refused("corrupt", why)
+            self.counters["corrupt"] += 1
+            self.log.error("hand-off refused", request=admit.request, prefill=landed.prefill, why=str(error))
+            self.engine.abandon(landed.reservation)
+            self.engine.pool.release(landed.reservation.blocks)
+            request.phase, request.landed = Phase.OVER, None
+            self._problem(request, 502, "handoff_corrupt", f"the hand-off from {landed.prefill} was refused: {error}")
+        else:
+            request.phase, request.landed, request.usage, request.admitted = Phase.RUNNING, None, record.usage, now
+            self.host.wake()
+            nbytes = record.nbytes + record.slab_bytes
+            self.trace.event(admit.request, "decode.admitted", ms=(now - request.began) * 1e3, bytes=nbytes)
+        self.landing.feed(landed.wire.ticket, events.SlabTaken(), now)
 
     # ------------------------------------------------------------ tokens
 
@@ -339,10 +327,10 @@ class DecodeService(WorkerService):
                 request = self.requests.get(event.request)
                 if request is not None:
                     request.phase = Phase.OVER  # the engine has let go already
-                    self._problem(request, 503 if event.code == "preempted" else 500, event.code, event.message)
+                    self._problem(request, STATUS.get(event.code, 500), event.code, event.message)
             elif kind is api.BlocksFilled:
                 request = self.requests.get(event.request) or self.finished.get(event.request)
-                if request is not None:
+                if request is not None and event.blocks[0][0] not in request.hashes:  # the prompt's own are prefill's to store
                     self.store.fill(event, request.admit.namespace)
             elif kind is api.SnapshotTaken:
                 request = self.requests.get(event.request) or self.finished.get(event.request)
@@ -385,7 +373,7 @@ class DecodeService(WorkerService):
         if request is None:
             if key in self.finished:
                 return m.Done("finished")
-            self.tombstones.add(key)
+            self.tombstones.add(key, time.monotonic())
             return m.Done("unknown")
         if message.reason == "stop" and request.phase is Phase.RUNNING:
             usage = request.total_usage(message.keep)
@@ -408,7 +396,7 @@ class DecodeService(WorkerService):
         request = self.requests.get(key)
         if request is None:
             if key not in self.finished:
-                self.tombstones.add(key)
+                self.tombstones.add(key, time.monotonic())
             return m.Done("unknown")
         if request.phase is Phase.RUNNING:
             return m.Done("running")  # it was admitted: a late doubt of the writer does not undo it
@@ -417,19 +405,14 @@ class DecodeService(WorkerService):
         return m.Done("failed")
 
     def writer_done(self, message: m.WriterDone) -> m.Done:
-        ticket = self.landing.tickets.get(message.ticket)
-        if ticket is None or ticket.wire.generation != message.generation:
-            return m.Done("unknown")
-        if ticket.state is State.BOUND:  # it gives up without having committed
-            request: Request = ticket.owner
-            self._problem(request, 502, "handoff_aborted", f"{ticket.prefill} gave up the hand-off")
-        if ticket.state is State.QUARANTINED:
-            self.landing.writer_let_go(ticket)
-            self.host.wake()
-        return m.Done("released")
+        self.landing.feed(message.ticket, events.WriterDone(message.generation), time.monotonic())
+        self.host.wake()
+        return m.Done()
 
     def _problem(self, request: Request, status: int, code: str, text: str) -> None:
         """The attempt ends with an error that its gateway hears at once."""
+        if request.key not in self.requests:
+            return  # it has ended already
         admit = request.admit
         request.problem = m.Problem(status, code, text)
         self.counters["failed"] += 1
@@ -443,12 +426,11 @@ class DecodeService(WorkerService):
         """Give back whatever the request holds in its phase."""
         if request.phase is Phase.CREDIT:
             self._unpin(request)
-        elif request.phase is Phase.BOUND and request.ticket is not None:
-            ticket, request.ticket = request.ticket, None
-            self.engine.abandon(request.reservation)
-            request.reservation = None
-            self.landing.let_go(ticket)
-            self._ask_writer(ticket, time.monotonic())
+        elif request.phase is Phase.BOUND:
+            request.phase = Phase.OVER
+            landed, request.landed = request.landed, None
+            self.landing.feed(landed.wire.ticket, events.Cancelled(why), time.monotonic())
+            self._cancel_writer(landed)
         elif request.phase is Phase.RUNNING:
             self.engine.cancel(request.key)
         request.phase = Phase.OVER
@@ -510,82 +492,37 @@ class DecodeService(WorkerService):
 
     def tick(self, now: float) -> None:
         """Gates whose flag came late, leases, deadlines, dead writers; every 20 ms, with work or without."""
-        for ticket in list(self.landing.tickets.values()):
-            if ticket.state is State.BOUND:
-                self._scan(ticket, now)
+        self.landing.tick(now)
         if now - self._looked < DEATH_SECONDS:
             return
         self._looked = now
+        self.landing.check_writers(now)
         for request in [r for r in self.requests.values() if r.deadline <= now]:
             self._problem(request, 504, "deadline", f"not finished within its deadline of {request.admit.deadline:g} s")
-        dead: dict[str, bool] = {}
-        for ticket in list(self.landing.tickets.values()):
-            writer = ticket.wire.writer
-            if writer not in dead:
-                dead[writer] = self.memory.is_dead(writer)
-            if dead[writer]:
-                self._writer_died(ticket)
-            elif ticket.state is State.QUARANTINED and now - ticket.asked > ASK_SECONDS:
-                self._ask_writer(ticket, now)
         while self.finished and next(iter(self.finished.values())).forget_at <= now:
             self._drop_oldest()
-        self.tombstones.sweep(now)
+        self.tombstones.tick(now)
 
-    def _scan(self, ticket: Ticket, now: float) -> None:
-        if ticket.expires <= now:
-            self.counters["expired"] += 1
-            self._problem(
-                ticket.owner, 504, "handoff_expired", f"{ticket.prefill} did not commit or renew within {self.landing.ttl:g} s"
-            )
-        elif ticket.checking or not self.landing.flag(ticket):
-            return
-        elif ticket.record is not None:
-            opened = self._open(ticket)
-            if asyncio.iscoroutine(opened):
-                self._keep(asyncio.ensure_future(opened))
-        elif not ticket.flagged:
-            ticket.flagged = now
-        elif now - ticket.flagged > FLAG_GRACE and now - ticket.asked > FLAG_GRACE:
-            ticket.asked = now
-            self._keep(asyncio.ensure_future(self._ask_status(ticket)))
-
-    async def _ask_status(self, ticket: Ticket) -> None:
-        """A flag without its record: the commit message was lost or is late."""
+    async def _ask_status(self, landed: Landed) -> None:
+        """A flag without its record (the commit was lost or is late), or memory in quarantine."""
         try:
-            answer = await self.bus.request(
-                "prefill", ticket.prefill, "status", m.TicketStatus(ticket.wire.ticket), timeout=0.5
+            answer = await self.bus.ask(
+                f"headrace.prefill.{landed.prefill}.status", m.TicketStatus(landed.wire.ticket), ASK_SECONDS
             )
         except BusError:
-            return
-        if isinstance(answer, m.Commit):
-            opened = self.commit(answer)
-            if asyncio.iscoroutine(opened):
-                await opened
-
-    def _writer_died(self, ticket: Ticket) -> None:
-        """Its incarnation's lock is free: nothing of that process can write any more."""
-        if ticket.state is State.BOUND:
-            self._problem(ticket.owner, 502, "prefill_died", f"{ticket.prefill} died during the hand-off")
-        if ticket.state is State.QUARANTINED:
-            self.landing.writer_let_go(ticket)
-
-    def _ask_writer(self, ticket: Ticket, now: float) -> None:
-        """Tell the writer that the attempt is over. It answers with `writer_done` later, or that it has nothing of it."""
-        ticket.asked = now
-        wire = ticket.wire
-        future = self.bus.ask(
-            f"headrace.prefill.{ticket.prefill}.cancel", m.Cancel(wire.request, wire.attempt, "failed"), ASK_SECONDS
-        )
-        self._keep(future)
-        future.add_done_callback(lambda f: self._writer_answered(ticket, f))
-
-    def _writer_answered(self, ticket: Ticket, future: asyncio.Future) -> None:
-        if future.cancelled() or future.exception() is not None:
             return  # asked again by the tick
-        answer = future.result()
-        if isinstance(answer, m.Done) and answer.state in ("unknown", "over") and ticket.state is State.QUARANTINED:
-            self.landing.writer_let_go(ticket)
-            self.host.wake()
+        if isinstance(answer, m.Commit):
+            self.commit(answer)
+        elif isinstance(answer, m.Done):
+            self.landing.feed(landed.wire.ticket, events.WriterStatus(answer.state), time.monotonic())
+        self.host.wake()
+
+    def _cancel_writer(self, landed: Landed) -> None:
+        """Spare prefill work that nobody wants. Nothing depends on it: the ticket's machine asks for itself."""
+        wire = landed.wire
+        cancel = m.Cancel(wire.request, wire.attempt, "failed")
+        future = self.bus.ask(f"headrace.prefill.{landed.prefill}.cancel", cancel, ASK_SECONDS)
+        future.add_done_callback(lambda f: f.cancelled() or f.exception())
 
     def _keep(self, future: asyncio.Future) -> None:
         self._asking.add(future)
@@ -618,8 +555,8 @@ class DecodeService(WorkerService):
     def debts(self) -> dict[str, int]:
         return {
             "live": len(self.requests),
-            "tickets": len(self.landing.tickets),
+            "tickets": len(self.landing.ledger),
             "credits_used": self.credits_used,
             "promised": self.promised,
-            "slots_out": (self.settings.slab_slots or self.engine.info.max_num_seqs) - len(self.landing.free_slots),
+            "slots_out": self.landing.slots - len(self.landing.free_slots),
         }

@@ -9,27 +9,27 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 from zlib import crc32
 
 from headrace.bus import messages as m
-from headrace.bus.errors import BusError, BusTimeout, NoResponder
+from headrace.bus.errors import BusError, NoResponder
 from headrace.engine import api
+from headrace.kv.grants import Ledger, Tombstones, effects, events, writer
+from headrace.kv.grants.owner import flag_value
 from headrace.kv.hashing import BlockHasher, content_binding
-from headrace.transfer import DeadlineExceeded, GenerationRefused, PeerLost, TransferError
+from headrace.transfer import GenerationRefused, Peer, PeerLost, TransferError
 from headrace.worker import slab
 from headrace.worker.service import WorkerService
 from headrace.worker.settings import WorkerSettings
 
 from .job import Abort, Job
 
-SEQUENCE = 1  # of the flag: a ticket has one commit
 QUEUE_CHUNKS = 2  # accepted work that is not computed yet, in chunks
-GUARD = 0.1  # part of a lease that the writer leaves unused
-RETRY_SECONDS = 0.5  # of an unanswered bind or commit
-NOTIFY_TRIES = 8
-INLINE_BYTES = 64 << 10
+ASK_SECONDS = 0.5  # patience with one question; the questions are repeated
+INLINE_BYTES = 64 << 10  # more than this is checksummed in a thread
+STATUS = {"expired": 504, "deadline": 504, "invalid": 400}  # of problems; others are 502
 
 
 class PrefillService(WorkerService):
@@ -40,12 +40,12 @@ class PrefillService(WorkerService):
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__(settings)
         self.jobs: dict[str, Job] = {}  # in order of arrival
+        self.tickets: Ledger[writer.Ticket] = Ledger(writer.step, writer.tick, writer.over)
+        self.by_ticket: dict[str, Job] = {}
+        self.denied = Tombstones()  # tickets that we told their owner not to know
         self.counters = dict.fromkeys(("accepted", "busy", "committed", "failed", "cancelled", "bytes_written"), 0)
-        self._records: dict[str, m.Commit] = {}  # ticket -> its commit, while the job lives
         self._unbound = 0  # jobs whose compute is not near yet
         self._hashers: dict[bytes, BlockHasher] = {}
-        self._notices: set[asyncio.Task] = set()
-        self._swept = 0.0
 
     def verbs(self) -> dict[str, Any]:
         return {
@@ -58,10 +58,10 @@ class PrefillService(WorkerService):
 
     async def stop(self) -> None:
         for job in list(self.jobs.values()):
-            job.stop(Abort(503, "stopping", f"{self.instance} stops"))
-        await asyncio.sleep(0)
-        if self._notices:
-            await asyncio.wait(self._notices, timeout=2.0)
+            self._stop_job(job, Abort("stopping", f"{self.instance} stops", 503))
+        end = time.monotonic() + 2.0
+        while self.jobs and time.monotonic() < end:
+            await asyncio.sleep(0.01)
         await super().stop()
 
     async def drain(self) -> None:
@@ -115,26 +115,19 @@ class PrefillService(WorkerService):
         self.counters["accepted"] += 1
         self.trace.event(message.request, "prefill.accepted", tokens=len(ids), queued=queued, client_id=message.client_id)
         job.task = asyncio.create_task(self._work(job))
-        job.task.add_done_callback(lambda task: self._over(job, task))
+        job.task.add_done_callback(lambda task: self._task_ended(job, task))
         return m.Accepted(self.load())
 
     async def _work(self, job: Job) -> None:
-        """The whole leg. Raises Abort; a CancelledError means `job.abort`."""
+        """Everything up to the flag. The commit and what follows is the ticket's machine (`_carry`)."""
         await self._lookup(job)
         self._submit(job)
         if job.may_bind is not None:
             await job.may_bind
         await self._bind(job)
-        try:
-            await self._write(job)
-            await self._place_rest(job)
-        except (PeerLost, OSError) as error:
-            raise Abort(502, "decode_lost", f"writing to {job.run.decode} failed: {error}") from error
-        except GenerationRefused as error:
-            raise Abort(409, "stale", f"{job.run.decode} took the memory back: {error}", quiet=True) from error
-        except (DeadlineExceeded, TransferError) as error:
-            raise Abort(504, "transfer_failed", f"writing to {job.run.decode} failed: {error}") from error
-        await self._commit(job)
+        await self._write_blocks(job)
+        await self._write_rest(job)
+        self._feed(job, events.Placed())
 
     # ------------------------------------------------------------ lookup
 
@@ -172,7 +165,7 @@ class PrefillService(WorkerService):
         try:
             self.engine.submit(request)
         except ValueError as error:
-            raise Abort(400, "invalid", str(error)) from error
+            raise Abort("invalid", str(error), 400) from error
         job.submitted = time.monotonic()
         self.host.wake()
         if sum(other.remaining for other in self._ahead(job)) >= self.settings.max_num_batched_tokens:
@@ -201,23 +194,26 @@ class PrefillService(WorkerService):
         while True:
             sent = time.monotonic()
             try:
-                answer = await self.bus.ask(f"headrace.decode.{job.run.decode}.bind", message, RETRY_SECONDS)
+                answer = await self.bus.ask(f"headrace.decode.{job.run.decode}.bind", message, ASK_SECONDS)
             except NoResponder as error:
-                raise Abort(502, "decode_lost", f"{job.run.decode} is gone: {error}") from error
+                raise Abort("lost", f"{job.run.decode} is gone: {error}") from error
             except BusError:
                 await asyncio.sleep(0.05)  # not connected, or no answer: it is idempotent
                 continue
             if isinstance(answer, m.Bound):
                 break
-            if not isinstance(answer, m.Refused) or answer.code != "full":
-                quiet = getattr(answer, "code", "") in ("stale", "unknown")
-                raise Abort(502, getattr(answer, "code", "invalid"), getattr(answer, "message", repr(answer)), quiet)
+            code, text = getattr(answer, "code", "failed"), getattr(answer, "message", repr(answer))
+            if code != "full":
+                raise Abort("" if code in ("stale", "unknown") else code, text)
             await asyncio.sleep(max(answer.retry_after, 0.01))
-        job.ticket, job.memory, job.written = answer.ticket, answer.memory, answer.ticket.first_block
-        self._leased(job, sent)
-        self.trace.event(
-            job.run.request, "prefill.bound", ms=(time.monotonic() - started) * 1e3, ticket=job.ticket.ticket, have=job.written
-        )
+        ticket = answer.ticket
+        if ticket.ticket in self.denied:
+            raise Abort("", "the owner asked for this ticket before we knew it, and was told that we never shall")
+        job.ticket, job.memory, job.written, job.renewed = ticket, answer.memory, ticket.first_block, sent
+        self.by_ticket[ticket.ticket] = job
+        self.tickets.add(ticket.ticket, *writer.bound(ticket.generation, ticket.ttl, sent, job.deadline))
+        ms = (time.monotonic() - started) * 1e3
+        self.trace.event(job.run.request, "prefill.bound", ms=ms, ticket=ticket.ticket, have=ticket.first_block)
 
     def _bind_message(self, job: Job) -> m.Bind:
         info, run = self.engine.info, job.run
@@ -227,44 +223,59 @@ class PrefillService(WorkerService):
             info.checkpoint, self.draft,
         )  # fmt: skip
 
-    def _leased(self, job: Job, sent: float) -> None:
-        """The lease counts from when we asked, less a guard: we stop before the owner thinks that we should have."""
-        job.renewed, job.lease = sent, sent + job.ticket.ttl * (1 - GUARD)
-
     def _renew(self, job: Job) -> None:
-        """Bind again: the same ticket, a new lease."""
+        """Bind again: the same ticket, a new lease. Unanswered, the lease ends."""
         sent = job.renewed = time.monotonic()
-        future = self.bus.ask(f"headrace.decode.{job.run.decode}.bind", self._bind_message(job), RETRY_SECONDS)
+        future = self.bus.ask(f"headrace.decode.{job.run.decode}.bind", self._bind_message(job), ASK_SECONDS)
 
         def answered(future: asyncio.Future) -> None:
-            if future.cancelled() or future.exception() is not None:
-                return  # the tick asks again, or the lease ends
-            answer = future.result()
-            if isinstance(answer, m.Bound) and job.ticket is not None and answer.ticket.ticket == job.ticket.ticket:
-                self._leased(job, sent)
-            elif isinstance(answer, m.Refused) and job.record is None:
-                job.stop(Abort(409, answer.code, answer.message, quiet=answer.code in ("stale", "unknown")))
+            answer = None if future.cancelled() or future.exception() else future.result()
+            if isinstance(answer, m.Bound) and answer.ticket.ticket == job.ticket.ticket:
+                self._feed(job, events.Renewed(writer.expires_at(job.ticket.ttl, sent)))
+            elif isinstance(answer, m.Refused):
+                self._feed(job, events.Cancelled(answer.message))
 
         future.add_done_callback(answered)
 
-    # ------------------------------------------------------------ write, commit
+    # ------------------------------------------------------------ write
 
-    async def _write(self, job: Job) -> None:
+    async def _transfer(self, job: Job, operation: Callable[[Peer, float], Awaitable[None]]) -> None:
+        """One operation under the ticket, if its machine lets it begin; its end is told, however it ends."""
+        if not any(isinstance(effect, effects.Go) for effect in self._feed(job, events.WriteBegins())):
+            raise Abort("", "the ticket is over")
+        started, state = time.monotonic(), self.tickets.get(job.ticket.ticket)
+        deadline = min(state.expires, state.deadline)
+        error, ended = "", None
+        try:
+            peer = await self.links.get(job.memory, timeout=max(0.05, min(2.0, deadline - started)))
+            await operation(peer, deadline)
+        except GenerationRefused as refused:  # the owner ended the ticket, and told whom it concerns
+            ended = Abort("", str(refused))
+            self._feed(job, events.Cancelled(str(refused)))
+        except PeerLost as lost:
+            ended = Abort("", str(lost))
+            self._feed(job, events.OwnerLost())
+        except (TransferError, OSError) as failure:
+            error, ended = f"writing to {job.run.decode} failed: {failure}", Abort("", str(failure))
+        finally:
+            self._feed(job, events.WriteEnded(error))
+        job.write_seconds += time.monotonic() - started
+        if ended is not None:
+            raise ended
+
+    async def _write_blocks(self, job: Job) -> None:
         """Blocks go out as chunks finish, from the first one that the reader lacks."""
-        peer = await self.links.get(job.memory, timeout=max(0.1, min(2.0, job.lease - time.monotonic())))
-        blocks = array("I")
-        blocks.frombytes(job.ticket.blocks)
+        targets = array("I")
+        targets.frombytes(job.ticket.blocks)
         first, tokens = job.ticket.first_block, self.engine.info.block_tokens
-        last = first + len(blocks)
+        last = first + len(targets)
         while True:
             final = last if job.done is not None else min(job.position // tokens, last)
             if final > job.written:
-                started = time.monotonic()
-                pieces = self._pieces(job.table[job.written : final], blocks[job.written - first : final - first])
-                await peer.write("kv", pieces, job.ticket.generation, self._until(job))
+                pieces = self._pieces(job.table[job.written : final], targets[job.written - first : final - first])
+                await self._transfer(job, lambda peer, until, p=pieces: peer.write("kv", p, job.ticket.generation, until))
                 job.nbytes += (final - job.written) * job.ticket.block_bytes
                 job.written = final
-                job.write_seconds += time.monotonic() - started
             elif job.done is not None:
                 return
             else:
@@ -283,33 +294,25 @@ class PrefillService(WorkerService):
             index = end
         return out
 
-    @staticmethod
-    def _until(job: Job) -> float:
-        return min(job.lease, job.deadline)
-
-    async def _place_rest(self, job: Job) -> None:
+    async def _write_rest(self, job: Job) -> None:
         """State, hidden vector and ids into the slab; then, after the flush, the flag."""
-        started, ticket = time.monotonic(), job.ticket
-        data = slab.pack(job.done.handoff)
+        ticket, data = job.ticket, slab.pack(job.done.handoff)
         if len(data) > ticket.slab_bytes:
-            raise Abort(
-                500, "slab_too_small", f"the hand-off's slab is {len(data)} bytes; {job.run.decode} gave {ticket.slab_bytes}"
-            )
-        peer = await self.links.get(job.memory, timeout=1.0)
-        await peer.write("slab", [(ticket.slab_offset, data)], ticket.generation, self._until(job))
+            raise Abort("mismatch", f"the hand-off's slab is {len(data)} bytes; {job.run.decode} gave {ticket.slab_bytes}")
+
+        async def place(peer: Peer, until: float) -> None:
+            await peer.write("slab", [(ticket.slab_offset, data)], ticket.generation, until)
+            await peer.commit("mailbox", ticket.mailbox, flag_value(ticket.generation), ticket.generation, until)
+
         checksums = await self._checksums(job, data) if self.settings.checksums else b""
-        await peer.commit("mailbox", ticket.mailbox, ticket.generation << 32 | SEQUENCE, ticket.generation, self._until(job))
-        now = time.monotonic()
-        job.write_seconds += now - started
+        await self._transfer(job, place)
+        job.placed = time.monotonic()
         self.counters["bytes_written"] += job.nbytes + len(data)
         job.record = m.Commit(
             ticket.ticket, job.run.request, job.run.attempt, ticket.generation, job.nbytes, len(data), checksums,
             self._usage(job), self._timing(job),
         )  # fmt: skip
-        self._records[ticket.ticket] = job.record
-        self.trace.event(
-            job.run.request, "prefill.written", ms=job.write_seconds * 1e3, bytes=job.nbytes + len(data), by=peer.kind
-        )
+        self.trace.event(job.run.request, "prefill.written", ms=job.write_seconds * 1e3, bytes=job.nbytes + len(data))
 
     async def _checksums(self, job: Job, data: bytes) -> bytes:
         size, table = self.engine.info.block_bytes, job.table[job.ticket.first_block :]
@@ -331,45 +334,91 @@ class PrefillService(WorkerService):
 
     @staticmethod
     def _timing(job: Job) -> m.Timing:
-        started = job.first_chunk or job.computed
         return m.Timing(
             queue=max(0.0, job.submitted - job.began - job.lookup_seconds),
             lookup=job.lookup_seconds,
-            compute=max(0.0, job.computed - job.submitted) if started else 0.0,
+            compute=job.computed - job.submitted,
             write=job.write_seconds,
         )
 
-    async def _commit(self, job: Job) -> None:
-        """Say that everything is placed until there is a verdict."""
-        subject, started = f"headrace.decode.{job.run.decode}.commit", time.monotonic()
+    # ------------------------------------------------------------ the ticket's machine
+
+    def _feed(self, job: Job, event: Any) -> list[Any]:
+        wanted = self.tickets.feed(job.ticket.ticket, event, time.monotonic())
+        for effect in wanted:
+            self._carry(job, effect)
+        return wanted
+
+    def _carry(self, job: Job, effect: Any) -> None:
+        """Do what the machine of `job`'s ticket wants."""
+        match effect:
+            case effects.SendCommit():
+                self._send_commit(job)
+            case effects.SendDone():
+                done = m.WriterDone(job.ticket.ticket, job.ticket.generation)
+                self._tell_decode(job, "writer_done", done, lambda _: events.DoneAnswered())
+            case effects.SendFail(code, text):
+                self._tell_decode(job, "fail", self._fail_message(job, code, text), lambda _: None)
+            case effects.Report(code, text):
+                self._report(job, code, text)
+            case effects.StopTransfers():
+                if job.task is not None:
+                    job.task.cancel()
+            case effects.ReleaseSource():
+                self._release_source(job)
+        if job.ticket is not None and job.ticket.ticket not in self.tickets.live:
+            self._forget(job)
+
+    def _send_commit(self, job: Job) -> None:
         if self.settings.fault("prefill.lose_commit") is not None:
-            await asyncio.sleep(job.deadline - started)
-        while True:
-            wait = RETRY_SECONDS
-            try:
-                answer = await self.bus.ask(subject, job.record, RETRY_SECONDS)
-            except NoResponder as error:
-                raise Abort(502, "decode_lost", f"{job.run.decode} is gone: {error}") from error
-            except BusTimeout:
-                continue
-            except BusError:
-                answer, wait = None, 0.05
-            if isinstance(answer, m.Refused):
-                raise Abort(502, answer.code, answer.message)
-            verdict = answer.verdict if isinstance(answer, m.Verdict) else "pending"
-            if verdict == "admitted":
-                break
-            if verdict != "pending":
-                raise Abort(409, verdict, f"{job.run.decode} says that ticket {job.ticket.ticket} is {verdict}", quiet=True)
-            await asyncio.sleep(min(wait, 0.05))
-        job.admitted = True
-        self.counters["committed"] += 1
-        self.trace.event(job.run.request, "prefill.committed", ms=(time.monotonic() - started) * 1e3)
+            return
+        self._tell_decode(
+            job, "commit", job.record, lambda a: events.CommitAnswered(a.verdict if isinstance(a, m.Verdict) else "pending")
+        )
+
+    def _tell_decode(self, job: Job, verb: str, message: m.Message, event: Callable[[m.Message], Any]) -> None:
+        """Ask once; the machine repeats what matters. Nobody there: the owner is gone."""
+        future = self.bus.ask(f"headrace.decode.{job.run.decode}.{verb}", message, ASK_SECONDS)
+
+        def answered(future: asyncio.Future) -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
+            if isinstance(error, NoResponder):
+                said = events.OwnerLost()
+            elif error is not None:
+                return
+            else:
+                said = event(future.result())
+            if said is not None and job.ticket is not None and job.ticket.ticket in self.tickets.live:
+                self._feed(job, said)
+
+        future.add_done_callback(answered)
+
+    def _fail_message(self, job: Job, code: str, text: str) -> m.Fail:
+        problem = m.Problem(STATUS.get(code, 502), f"prefill_{code}", text)
+        return m.Fail(job.run.request, job.run.attempt, job.ticket.ticket if job.ticket else "", problem)
+
+    def _report(self, job: Job, code: str, text: str) -> None:
+        """FAILED, at once, to the gateway."""
+        if job.reported:
+            return
+        job.reported = True
+        run = job.run
+        self.counters["failed"] += 1
+        self.trace.event(run.request, "prefill.failed", code=code, message=text)
+        problem = m.Problem(STATUS.get(code, 502), f"prefill_{code}", text)
+        self.outbox.add_soon(run.gateway, m.OutEntry(run.request, run.attempt, 0, 0, b"", finish="abort", problem=problem))
 
     def ticket_status(self, message: m.TicketStatus) -> m.Message:
-        """Decode saw a flag without its record."""
-        record = self._records.get(message.ticket)
-        return record if record is not None else m.Done("unknown")
+        """Decode saw a flag without its record, or holds memory in quarantine. "done": we shall not write, now or ever."""
+        state, job = self.tickets.get(message.ticket), self.by_ticket.get(message.ticket)
+        status = writer.status(state)
+        if state is None:
+            self.denied.add(message.ticket, time.monotonic())
+        if status == "committed":
+            return job.record if job is not None and job.record is not None else m.Done("done")
+        return m.Done(status)
 
     # ------------------------------------------------------------ the engine's events
 
@@ -382,8 +431,6 @@ class PrefillService(WorkerService):
             kind = type(event)
             if kind is api.ChunkDone:
                 job.position, job.table = event.position, event.block_table
-                if not job.first_chunk:
-                    job.first_chunk = now
                 self.trace.event(
                     job.run.request, "prefill.chunk", ms=(now - (job.chunk_at or job.submitted)) * 1e3, position=event.position
                 )
@@ -401,102 +448,113 @@ class PrefillService(WorkerService):
             elif kind is api.SnapshotTaken:
                 self.store.snapshot(event, job.run.namespace)
             elif kind is api.Failed:
-                job.stop(Abort(500, event.code, event.message))
+                self._stop_job(job, Abort(event.code, event.message, 500))
         if self._unbound:
             self._let_bind()
 
     # ------------------------------------------------------------ ends
 
-    def _over(self, job: Job, task: asyncio.Task) -> None:
-        """Whatever happened: give back what the job holds, and tell both sides if it was not admitted."""
+    def _stop_job(self, job: Job, why: Abort) -> None:
+        """End a job wherever it is. With a ticket its machine says what that means; the first reason counts."""
+        if job.ticket is None:
+            if job.abort is None and job.task is not None:
+                job.abort = why
+                job.task.cancel()
+        elif why.code == "lost":
+            self._feed(job, events.OwnerLost())
+        elif why.code:
+            self._feed(job, events.LegFailed(why.code, why.message))
+        else:
+            self._feed(job, events.Cancelled(why.message))
+        if job.ticket is not None and job.record is None and job.task is not None:
+            job.task.cancel()
+
+    def _task_ended(self, job: Job, task: asyncio.Task) -> None:
+        job.task = None
         error = job.abort if task.cancelled() else task.exception()
-        if job.may_bind is not None and not (job.may_bind.done() and not job.may_bind.cancelled()):
+        if error is not None and not isinstance(error, Abort):
+            self.log.error("job failed", request=job.run.request, exc_info=error)
+            error = Abort("internal", f"{self.instance}: {error!r}", 500)
+        if job.may_bind is not None and (job.may_bind.cancelled() or not job.may_bind.done()):
             self._unbound -= 1
+        if job.ticket is not None:
+            if error is not None:
+                self._stop_job(job, error)
+            if job.ticket.ticket not in self.tickets.live:
+                self._forget(job)
+            return
+        error = error or Abort("", "cancelled")
+        if error.code:
+            self._report(job, error.code, error.message)
+            self._tell_decode(job, "fail", self._fail_message(job, error.code, error.message), lambda _: None)
+        self._release_source(job)
+        self._forget(job)
+
+    def _release_source(self, job: Job) -> None:
+        """Nothing reads this prompt's blocks here any more."""
+        if job.released:
+            return
+        job.released = True
         if job.done is not None:
             self.engine.release(job.key)
         else:
             self.engine.cancel(job.key)
         self.engine.pool.release(job.pins)
         job.pins = []
+        self.host.wake()
+
+    def _forget(self, job: Job) -> None:
+        """Over, once neither a task nor a ticket is left."""
+        if job.task is not None or self.jobs.get(job.key) is not job:
+            return
         del self.jobs[job.key]
         self.prober.unwatch(job.run.decode)
+        outcome = ""
         if job.ticket is not None:
-            self._records.pop(job.ticket.ticket, None)
-        self.host.wake()
+            del self.by_ticket[job.ticket.ticket]
+            outcome = self.tickets.get(job.ticket.ticket).outcome
+        if outcome == "admitted":
+            self.counters["committed"] += 1
+            self.trace.event(job.run.request, "prefill.committed", ms=(time.monotonic() - job.placed) * 1e3)
+        else:
+            self.counters["cancelled"] += not job.reported
+            self.tombstones.add(job.key, time.monotonic())
         if self._unbound:
             self._let_bind()
-        if job.admitted:
-            return
-        if not isinstance(error, Abort):
-            if error is not None:
-                self.log.error("job failed", request=job.run.request, exc_info=error)
-            error = Abort(500, "internal", f"prefill failed in {self.instance}: {error!r}")
-        self.tombstones.add(job.key)
-        self._report(job, error)
-
-    def _report(self, job: Job, error: Abort) -> None:
-        """FAILED, at once, to the gateway and to decode; then that we shall not write any more."""
-        run = job.run
-        self.counters["cancelled" if error.quiet else "failed"] += 1
-        self.trace.event(run.request, "prefill.failed", code=error.problem.code, message=error.problem.message)
-        if not error.quiet:
-            entry = m.OutEntry(run.request, run.attempt, 0, 0, b"", finish="abort", problem=error.problem)
-            self.outbox.add_soon(run.gateway, entry)
-        ticket = job.ticket
-        notices: list[tuple[str, m.Message]] = []
-        if not error.quiet:
-            notices.append(("fail", m.Fail(run.request, run.attempt, ticket.ticket if ticket else "", error.problem)))
-        if ticket is not None:
-            notices.append(("writer_done", m.WriterDone(ticket.ticket, ticket.generation)))
-        if notices:
-            task = asyncio.create_task(self._notify(run.decode, notices))
-            self._notices.add(task)
-            task.add_done_callback(self._notices.discard)
-
-    async def _notify(self, decode: str, notices: list[tuple[str, m.Message]]) -> None:
-        """Idempotent; repeated until answered or pointless. What is lost all the same, decode asks for (`cancel`)."""
-        for verb, message in notices:
-            for _ in range(NOTIFY_TRIES):
-                try:
-                    await self.bus.ask(f"headrace.decode.{decode}.{verb}", message, RETRY_SECONDS)
-                    break
-                except NoResponder:
-                    return
-                except BusTimeout:
-                    continue
-                except BusError:
-                    await asyncio.sleep(0.1)
 
     def cancel(self, message: m.Cancel) -> m.Done:
-        """Stop an attempt. "unknown" also means: nothing of it will ever be written by us."""
+        """Stop an attempt; one that is not here is refused if it comes later."""
         key = f"{message.request}/{message.attempt}"
         job = self.jobs.get(key)
         if job is None:
-            self.tombstones.add(key)
+            self.tombstones.add(key, time.monotonic())
             return m.Done("unknown")
-        job.stop(Abort(499, message.reason or "cancelled", "cancelled", quiet=True))
+        self._stop_job(job, Abort("", message.reason or "cancelled"))
         return m.Done("cancelled")
 
     def peer_died(self, instance: str, why: str) -> None:
         for job in list(self.jobs.values()):
             if job.run.decode == instance:
-                job.stop(Abort(502, "decode_lost", f"{instance} died: {why}"))
+                self._stop_job(job, Abort("lost", f"{instance} died: {why}"))
 
     # ------------------------------------------------------------ sweeps
 
     def tick(self, now: float) -> None:
-        """Deadlines, leases and their renewal."""
+        """Deadlines of what has no ticket yet, renewals, and what the tickets' machines do by themselves."""
         for job in list(self.jobs.values()):
-            if job.deadline <= now:
-                job.stop(Abort(504, "deadline", f"not computed within its deadline of {job.run.deadline:g} s"))
-            elif job.ticket is not None and not job.admitted:
-                if job.lease <= now and job.record is None:
-                    job.stop(Abort(504, "lease_lost", f"{job.run.decode} did not renew the ticket in time"))
-                elif now - job.renewed > job.ticket.ttl / 3:
-                    self._renew(job)
-        if now - self._swept > 1.0:
-            self._swept = now
-            self.tombstones.sweep(now)
+            if job.ticket is None:
+                if job.deadline <= now:
+                    self._stop_job(job, Abort("deadline", f"not computed within its deadline of {job.run.deadline:g} s", 504))
+            elif job.task is not None and now - job.renewed > job.ticket.ttl / 3:
+                self._renew(job)
+        for ticket, effect in self.tickets.tick(now):
+            job = self.by_ticket.get(ticket)
+            if job is not None:
+                self._carry(job, effect)
+        for job in [j for t, j in self.by_ticket.items() if t not in self.tickets.live]:
+            self._forget(job)
+        self.tombstones.tick(now)
+        self.denied.tick(now)
 
     def owners(self) -> dict[int, int]:
         out: dict[int, int] = {}
@@ -506,7 +564,7 @@ class PrefillService(WorkerService):
         return out
 
     def debts(self) -> dict[str, int]:
-        return {"live": len(self.jobs), "records": len(self._records), "notices": len(self._notices)}
+        return {"live": len(self.jobs), "tickets": len(self.tickets), "unbound": self._unbound}
 
     def _hasher(self, namespace: bytes) -> BlockHasher:
         hasher = self._hashers.get(namespace)
