@@ -132,6 +132,8 @@ MARKERS = {
     "think": ["</think>", "<think>", "\n</think>\n", "</think>\n\n"],
     "json": ["```json\n", "```\n", "\n```", '{"a": 1}', "[1]", "```", "json\n"],
     "dsml": ["｜DSML｜", "<｜DSML｜", "</｜DSML｜", "\n\n<｜DSML｜ calls>\n", "<｜DSML｜ invoke name=\"f\">\n", "invoke name=\"",
+             "<｜DSML｜ invoke name=\"apply_patch\">", "<｜DSML｜ invoke name=\"ns::get\">", "parameter name=\"input\" string=\"true\">",
+             "parameter name=\"input\" string=\"false\">",
              "</｜DSML｜ invoke>\n", "</｜DSML｜ calls>", "</｜DSML｜tool_calls>", "parameter name=", " string=\"true\">",
              " string=\"false\">", "</｜DSML｜ parameter>\n", "<｜DSML｜ parameter name=\"k\" string=\"true\">",
              "<｜DSML｜ parameter name=\"n\" string=\"false\">", "123", "string=\"true\">", "\"a b\"", "\">", "invoke", "parameter"],
@@ -177,6 +179,8 @@ def stream_spec(rng: random.Random) -> dict:
         "json": rng.random() < 0.2,
         "stage": rng.choice([None, None, "reasoning_start", "reasoning_start", "reasoning_continuation", "content_continuation"]),
         "stops": rng.choice([[], [], ["END"], ["EN", "END"], ["\n\n", "ND"], ["<b", "a"], ["é", "hello world"], ["\n"]]),
+        "custom": rng.random() < 0.3,
+        "include_usage": rng.random() < 0.2,
         "reason": rng.choice(["stop", "stop", "stop", "length", "content_filter"]),
         "ids": None,
         "texts": None,
@@ -358,6 +362,8 @@ KINDS: dict[str, Callable[[random.Random], tuple]] = {
     "render": render_case,
     "convert_chat": convert_case("chat", chat_body),
     "stream_chat": stream_case("chat"),
+    "stream_responses": stream_case("responses"),
+    "stream_messages": stream_case("messages"),
 }
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from headrace.recipe import (
 from headrace.recipe.errors import RecipeError, ShapeError
 from headrace.recipe.protocol import ConversionOptions, chat
 from headrace.recipe.render import template
-from headrace.recipe.stream import ChatStream, ParsingOptions, StreamParser, Usage
+from headrace.recipe.stream import ChatStream, MessagesStream, ParsingOptions, ReplyStream, ResponsesStream, StreamParser, Usage
+from headrace.recipe.stream.responses import default_echo
 
 _SOURCES = {"url": official.UrlImageSource, "data_url": official.DataUrlImageSource, "bytes": official.BytesImageSource}
 _TEMPLATES = {version: template(version, DEFAULT_TOKENS) for version in ("v4", "v41")}
@@ -78,8 +79,19 @@ _REASONS = {
     "content_filter": official.InferenceFinishReason.ContentFilter,
 }
 _CALL_ID = re.compile(r"call_(\d\d)_(ET_)?[A-Za-z0-9]{20}\d{4}")
-WRITERS = {"chat": ChatStream}
+WRITERS = {"chat": ChatStream, "messages": MessagesStream, "responses": ResponsesStream}
+THEIRS = {
+    "chat": (official.ChatCompletionRequest, official.ChatCompletionResponse),
+    "messages": (official.MessagesRequest, official.MessagesResponse),
+    "responses": (official.ResponsesRequest, official.ResponsesResponse),
+}
 MODEL, REPLY_ID = "DeepSeek-V4.1-Flash", "ID1"
+
+
+RESPONSES_TOOLS = [
+    {"type": "custom", "name": "apply_patch"},
+    {"type": "namespace", "name": "ns", "tools": [{"type": "function", "name": "get"}]},
+]
 
 
 @functools.cache
@@ -100,8 +112,14 @@ def tokenizers() -> tuple[Tokenizer, official.Tokenizer]:
     return Tokenizer(definition), official.Tokenizer.from_str(json.dumps(definition))
 
 
-def chat_request(spec: dict) -> dict:
+def stream_request(protocol: str, spec: dict) -> dict:
     """A request body whose conversion yields a generator of the right thinking mode and options."""
+    if protocol == "messages":
+        return {"model": MODEL, "messages": [{"role": "user", "content": "json hi"}], "max_tokens": 100,
+                "thinking": {"type": "enabled" if spec["stage"] else "disabled"}}
+    if protocol == "responses":
+        return {"model": MODEL, "input": "json hi", "stream": True, "reasoning": {"effort": "high" if spec["stage"] else "none"},
+                "tools": RESPONSES_TOOLS if spec.get("custom") else []}
     body = {"model": MODEL, "messages": [{"role": "user", "content": "json hi"}], "stream": True}
     body["thinking"] = {"type": "enabled" if spec["stage"] else "disabled"}
     if spec.get("include_usage"):
@@ -117,7 +135,7 @@ def stream_ours(protocol: str, spec: dict) -> dict:
     )
     parser = StreamParser(parsing, tokenizers()[0] if spec["ids"] is not None else None,
                           call_id=lambda n: f"call_{n:02d}_RAND")
-    writer = WRITERS[protocol](parser, REPLY_ID, MODEL, 0, "official", spec.get("include_usage", False))
+    writer = _writer(protocol, parser, spec)
     usage = Usage(10, 4)
     steps = [_frames(writer.first(usage))]
     logprobs = spec.get("logprobs")
@@ -134,16 +152,35 @@ def stream_ours(protocol: str, spec: dict) -> dict:
     return {"steps": steps, "reply": writer.accumulate()}
 
 
+def _writer(protocol: str, parser: StreamParser, spec: dict) -> ReplyStream:
+    if protocol != "responses":
+        return WRITERS[protocol](parser, REPLY_ID, MODEL, 0, "official", spec.get("include_usage", False))
+    echo = default_echo()
+    echo["reasoning"]["effort"] = "high" if spec["stage"] else "none"
+    options = {}
+    if spec.get("custom"):
+        echo["tools"] = [RESPONSES_TOOLS[0], {"type": "namespace", "name": "ns", "description": None, "tools": [
+            {"type": "function", "name": "get", "description": None, "parameters": None, "strict": None}]}]
+        options = {"namespaces": {"ns::get": ("ns", "get")}, "custom_tools": frozenset(["apply_patch"])}
+    return ResponsesStream(parser, REPLY_ID, MODEL, 0, "official", echo=echo, clock=lambda: 0, **options)
+
+
 def stream_theirs(protocol: str, spec: dict) -> dict:
     """The referee's events of the same output."""
-    request = official.ChatCompletionRequest(chat_request(spec)).convert(official.ConversionOptions())
+    cls, response_cls = THEIRS[protocol]
+    body = cls(stream_request(protocol, spec))
+    echo = names = None
+    if protocol == "responses":
+        echo, names = body.echo(), body.namespace_tool_map(official.ConversionOptions())
+    request = body.convert(official.ConversionOptions())
     options = request.parsing_options
     options.parse_tool_calls, options.starts_in_tool_calls = spec["tools"], spec["in_tools"]
     options.parse_json_output, options.thinking_initial_stage = spec["json"], _STAGES[spec["stage"]]
     options.stop_sequences = spec["stops"]
-    cls = {"chat": official.ChatCompletionRequest}[protocol]
-    response_cls = {"chat": official.ChatCompletionResponse}[protocol]
-    processor = official.StreamProcessor(cls.chunk_generator(request, REPLY_ID, MODEL), options,
+    generator = cls.chunk_generator(request, REPLY_ID, MODEL)
+    if echo is not None:
+        generator = generator.with_namespace_tool_map(names).with_echo(echo)
+    processor = official.StreamProcessor(generator, options,
                                          tokenizers()[1] if spec["ids"] is not None else None)
     response = response_cls(REPLY_ID, MODEL, 0, 10, 4)
     usage = official.PromptUsage(prompt_tokens=10, prompt_cache_hit_tokens=4)

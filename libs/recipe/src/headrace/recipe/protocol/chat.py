@@ -467,15 +467,13 @@ def _assistant(item: AssistantMessage, index: int, version: str, path: str, toke
         tool_calls=None if calls is None else [ToolCall(c.id, c.function.name, c.function.arguments) for c in calls],
         prefix=bool(item.prefix),
     )
-    if version != "v4" and isinstance(item.content, list) and any(isinstance(part, ImagePart) for part in item.content):
-        raise RecipeError("Image in assistant message is not supported")
-    content = _gather(item.content or "", version, path, token)
-    if any(not isinstance(part, str) for part in content.parts):
-        raise RecipeError("Image in assistant message is not supported")
+    content = _gather(item.content or "", version, path, token, refuse_images=True)
     return content.fill(message)
 
 
-def _gather(source: str | list[Any], version: str, path: str, token: str) -> common.Content:
+def _gather(
+    source: str | list[Any], version: str, path: str, token: str, refuse_images: bool = False
+) -> common.Content:
     content = common.Content(token, path)
     if isinstance(source, str):
         content.text(source)
@@ -484,6 +482,8 @@ def _gather(source: str | list[Any], version: str, path: str, token: str) -> com
         for part in source:
             if isinstance(part, FilePart):
                 _check_file(part, path)
+        if refuse_images and any(not isinstance(part, TextPart) for part in source):
+            raise RecipeError("Image in assistant message is not supported")
     for part in source:
         if isinstance(part, TextPart):
             content.text(part.text)

@@ -1,8 +1,10 @@
 """The output side: sampled ids or text in, events of the three protocols out."""
 
 from .chat import ChatStream
+from .messages import MessagesStream
 from .options import ParsingOptions
 from .parser import Event, StreamParser, random_call_id
-from .reply import Usage
+from .reply import ReplyStream, Usage
+from .responses import ResponsesStream
 
-__all__ = ["ChatStream", "Event", "ParsingOptions", "StreamParser", "Usage", "random_call_id"]
+__all__ = ["ChatStream", "Event", "MessagesStream", "ParsingOptions", "ReplyStream", "ResponsesStream", "StreamParser", "Usage", "random_call_id"]
