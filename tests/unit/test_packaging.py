@@ -1,0 +1,114 @@
+"""What is installed where: distributions, images, compose files and the pages that describe them agree with each other."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+ROOMS = {path.parent.name: path.parent for kind in ("libs", "services") for path in (ROOT / kind).glob("*/pyproject.toml")}
+IMAGES = {"gateway": ["gateway"], "kvstore": ["kvstore"], "worker": ["prefill", "decode"]}
+SETTINGS = {
+    "gateway": "headrace.gateway.settings:GatewaySettings",
+    "prefill": "headrace.prefill.service:PrefillService",
+    "decode": "headrace.decode.service:DecodeService",
+    "kvstore": "headrace.kvstore.service:KvStore",
+}
+
+
+def project(room: str) -> dict:
+    return tomllib.loads((ROOMS[room] / "pyproject.toml").read_text())["project"]
+
+
+def ours(room: str) -> set[str]:
+    """`room` and all of our rooms that it depends on."""
+    found = {room}
+    for item in project(room).get("dependencies", []):
+        if name := re.match(r"headrace-(\w+)", item):
+            found |= ours(name[1])
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_distribution_names_python_and_licence(room):
+    data = project(room)
+    assert data["name"] == f"headrace-{room}"
+    assert data["requires-python"] == ">=3.11"
+    assert data["license"] == "Apache-2.0"
+    assert data["version"] == project("bus")["version"]
+
+
+def test_one_command_installs_all_distributions():
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    listed = {Path(line.removeprefix("-e ")).name for line in lines if line.startswith("-e ")}
+    assert listed == set(ROOMS)
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_image_installs_exactly_what_its_services_need(image):
+    text = (ROOT / "deploy" / "docker" / f"{image}.Dockerfile").read_text()
+    copied = set(re.findall(r"^COPY (?:libs|services)/(\w+) ", text, re.M))
+    installed = set(re.findall(r"\./(?:libs|services)/(\w+)", text))
+    needed = set().union(*(ours(service) for service in IMAGES[image]))
+    tools = {"cli", "recipe"} if image == "worker" else set()  # the `headrace` command, for make-checkpoint and doctor
+    assert copied == installed == needed | tools
+    assert "USER 10001" in text
+    assert "ARG BASE=" in text
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict:
+    return yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+
+
+def test_compose_starts_every_service_checked_and_limited(compose):
+    assert set(compose) == {"nats", "model", "gateway", "prefill", "decode", "kvstore"}
+    for name, service in compose.items():
+        assert {"mem_limit", "cpus", "pids_limit"} <= set(service), name
+        assert service["cap_drop"] == ["ALL"] and service["read_only"], name
+        assert "privileged" not in service and "ulimits" not in service, name
+        if name != "model":
+            assert "healthcheck" in service, name
+            assert "container_name" not in service, "a fixed name would forbid --scale"
+
+
+def test_compose_publishes_one_port_on_loopback(compose):
+    published = [port for service in compose.values() for port in service.get("ports", [])]
+    assert published == ["127.0.0.1:${HEADRACE_PORT:-8000}:8000"]
+
+
+def test_compose_gives_the_shared_memory_to_those_who_transfer(compose):
+    mounting = {name for name, service in compose.items() if "shm:/shm" in service.get("volumes", [])}
+    assert mounting == {"prefill", "decode", "kvstore"}
+
+
+def test_compose_holds_no_password(compose):
+    for service in compose.values():
+        password = (service.get("environment") or {}).get("HEADRACE_NATS_PASSWORD", "${HEADRACE_NATS_PASSWORD:?")
+        assert password.startswith("${HEADRACE_NATS_PASSWORD:?")
+
+
+def test_gpu_file_only_overrides(compose):
+    gpu = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]
+    assert set(gpu) <= set(compose)
+
+
+def test_settings_on_the_configuration_page_exist():
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    table = page[page.index("## Settings that matter first") : page.index("## Variables of the launcher")]
+    fields = {}
+    for role, where in SETTINGS.items():
+        module, _, name = where.partition(":")
+        found = getattr(importlib.import_module(module), name)
+        fields[role] = set(getattr(found, "Settings", found).__struct_fields__)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) > 10
+    for names, roles, _ in rows:
+        for role in SETTINGS if roles == "all" else roles.split(", "):
+            for name in re.findall(r"`(\w+)`", names):
+                assert name in fields[role], f"{role} has no setting {name}"
