@@ -22,7 +22,8 @@ def engine(numerics="exact", **config) -> EngineCore:
 
 
 def request(name, ids, **sampling) -> api.EngineRequest:
-    return api.EngineRequest(name, ids, [], api.SamplingParams(**{"max_tokens": 20, "temperature": 0.0} | sampling))
+    defaults = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+    return api.EngineRequest(name, ids, [], api.SamplingParams(**defaults | sampling))
 
 
 def alone(numerics, r: api.EngineRequest) -> list[tuple]:
@@ -31,14 +32,14 @@ def alone(numerics, r: api.EngineRequest) -> list[tuple]:
     return [(c.ids, c.finish) for c in collect(core, [api.EngineRequest("alone", r.ids, [], r.sampling)])[0].choices]
 
 
-PREFIX = [random.Random(7).randrange(2, 97) for _ in range(80)]
+PREFIX = random.Random(7).choices(range(2, 97), k=80)
 
 
 @st.composite
 def prompts(draw):
     """Shared prefixes of any length and a tail of its own."""
-    shared = draw(st.integers(0, 80))
-    tail = draw(st.lists(st.integers(2, 96), min_size=0 if shared else 1, max_size=30))
+    shared = draw(st.integers(0, 44))
+    tail = draw(st.lists(st.integers(2, 96), min_size=0 if shared else 1, max_size=20))
     return PREFIX[:shared] + tail
 
 
@@ -49,8 +50,9 @@ def requests(draw):
         sampling = api.SamplingParams(
             temperature=draw(st.sampled_from([0.0, 1.0])),
             seed=draw(st.integers(0, 3)),
-            max_tokens=draw(st.integers(1, 24)),
+            max_tokens=draw(st.integers(1, 36)),
             n=draw(st.sampled_from([1, 1, 1, 3])),
+            ignore_eos=draw(st.booleans()),
         )
         out.append(api.EngineRequest(f"r{i}", ids, [], sampling, priority=draw(st.integers(0, 2))))
     return out
@@ -59,9 +61,9 @@ def requests(draw):
 @st.composite
 def configs(draw):
     return {
-        "num_blocks": draw(st.integers(18, 40)),
-        "max_num_seqs": draw(st.integers(1, 5)),
-        "max_num_batched_tokens": draw(st.integers(11, 40)),
+        "num_blocks": draw(st.integers(13, 24)),
+        "max_num_seqs": draw(st.integers(1, 6)),
+        "max_num_batched_tokens": draw(st.integers(12, 40)),
         "chunk_tokens": draw(st.sampled_from([(), (3,), (5, 1, 7)])),
         "snapshot_bytes": draw(st.sampled_from([0, 500, 1 << 20])),
     }
@@ -178,7 +180,7 @@ def test_decode_rows_come_first_and_prompts_share_what_is_left():
 def test_lower_priority_numbers_go_first_and_are_preempted_last():
     core = engine(num_blocks=8, max_num_batched_tokens=64, prefix_caching=False)
     for name, priority in (("late", 2), ("soon", 0), ("middle", 1)):
-        sampling = api.SamplingParams(max_tokens=30, temperature=0)
+        sampling = api.SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
         core.submit(api.EngineRequest(name, PREFIX[:16], [], sampling, priority=priority))
     order, preempted = [], []
     while core.has_work():
