@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import tomllib
@@ -112,3 +113,19 @@ def test_settings_on_the_configuration_page_exist():
         for role in SETTINGS if roles == "all" else roles.split(", "):
             for name in re.findall(r"`(\w+)`", names):
                 assert name in fields[role], f"{role} has no setting {name}"
+
+
+def traced(path: Path) -> set[str]:
+    """Names of the trace events that a source file makes."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and len(node.args) > 1]
+    calls = [call for call in calls if getattr(call.func, "attr", "") in ("event", "_note")]
+    return {str(call.args[1].value) for call in calls if isinstance(call.args[1], ast.Constant)}
+
+
+def test_every_trace_event_is_on_the_tracing_page_and_no_other():
+    page = (ROOT / "docs" / "tracing.md").read_text()
+    meanings = page[page.index("## What the events mean") :].splitlines()
+    table = [line.split("|")[1] for line in meanings if line.startswith("| `")]
+    listed = set(re.findall(r"`(\w+\.\w+)`", " ".join(table)))
+    made = set().union(*(traced(path) for room in ROOMS.values() for path in (room / "src").rglob("*.py")))
+    assert listed == made
