@@ -99,7 +99,8 @@ class Scheduler:
     def admit(self, sequence: Sequence, slot: int, blocks: list[int], resident: int, handoff: api.Handoff) -> None:
         """A handed-over prompt: its blocks are placed, `resident` of them had their identity before."""
         sequence.slot, sequence.block_table, sequence.announced = slot, blocks, resident
-        sequence.computed = sequence.write_floor = sequence.prompt_len
+        # Not prompt_len: an entry of several tokens may begin before it and be completed by the first row after it.
+        sequence.computed, sequence.write_floor = sequence.prompt_len, resident * self.spec.block_tokens
         sequence.decoder_floor, sequence.hidden = handoff.decoder_floor, bytes(handoff.hidden)
         sequence.state = bytes(handoff.state)
         sequence.status = Status.RUNNING
