@@ -322,6 +322,91 @@ def chat_body(rng: random.Random) -> dict:
     return body
 
 
+def message_image(rng: random.Random) -> dict:
+    bad = rng.random() < 0.05
+    return {"type": "image", "source": rng.choice([
+        {"type": "base64", "media_type": "image/png", "data": "AAAA"}, {"type": "base64", "media_type": "image/jpg", "data": "AA=="},
+        {"type": "url", "url": "http://a"}, *([{"type": "url", "url": "ftp://a"}, {"type": "file", "file_id": "x"},
+        {"type": "base64", "media_type": "image/png", "data": "A"}] if bad else [])])}
+
+
+def message_part(rng: random.Random) -> dict:
+    draw = rng.random()
+    if draw < 0.7:
+        return {"type": "text", "text": rng.choice(TEXTS)}
+    if draw < 0.88:
+        return message_image(rng)
+    return {"type": "document", "source": rng.choice([{}, {"media_type": "application/pdf"}, {"type": "text", "data": "x"}])}
+
+
+def message_blocks(rng: random.Random, low: int = 1) -> str | list:
+    if rng.random() < 0.4:
+        return rng.choice(TEXTS)
+    if rng.random() < 0.02:
+        low = 0
+    return [message_part(rng) for _ in range(rng.randint(low, 3))]
+
+
+def messages_body(rng: random.Random) -> dict:
+    items: list = []
+    for _ in range(rng.choice([0, 1, 2]) if rng.random() < 0.05 else rng.choice([1, 1, 2, 3, 5])):
+        role = rng.choice(["user", "user", "assistant", "assistant", "system", "calls", "calls"])
+        if role == "user":
+            items.append({"role": "user", "content": message_blocks(rng)})
+        elif role == "system":
+            blocks = message_blocks(rng, 0)
+            if isinstance(blocks, list) and rng.random() < 0.4:
+                blocks.append({"type": "tool_addition", "tool": {"type": "tool_reference", "name": rng.choice(["f", "g", "h", "k"])}})
+            items.append({"role": "system", "content": blocks})
+        else:
+            blocks = [{"type": "thinking", "thinking": rng.choice(["t", "", "more"])} for _ in range(rng.choice([0, 0, 1, 2]))]
+            blocks += [{"type": "text", "text": rng.choice(TEXTS)} for _ in range(rng.randint(0, 2))]
+            if rng.random() < 0.03:
+                blocks.append(message_part(rng))
+            if rng.random() < 0.03:
+                blocks += [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}, {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}]
+            ids = rng.sample(["a", "b", "c"], rng.randint(1, 3)) if role == "calls" else []
+            blocks += [{"type": "tool_use", "id": i, "name": "f", "input": rng.choice([{}, {"k": 1.5, "é": "x\n"}, {"a": 1e-7}, "s", None, [1]])} for i in ids]
+            if rng.random() < 0.02 and ids:
+                blocks.append({"type": "tool_use", "id": ids[0], "name": "f", "input": {}})
+            items.append({"role": "assistant", "content": blocks or "x"})
+            if ids:
+                rng.shuffle(ids)
+                if rng.random() < 0.05:
+                    ids.pop() if rng.random() < 0.5 else ids.append(rng.choice(["a", "zz"]))
+                results: list = []
+                for i in ids:
+                    result: dict = {"type": "tool_result", "tool_use_id": i}
+                    maybe(rng, 0.8, result, "content", [message_blocks(rng), "r", None, [{"type": "text", "text": "x"}, {"type": "tool_reference", "tool_name": rng.choice(["f", "g", "h"])}]])
+                    maybe(rng, 0.2, result, "is_error", [True, None])
+                    results.append(result)
+                results += [message_part(rng) for _ in range(rng.choice([0, 0, 1, 2]))]
+                if rng.random() < 0.03:
+                    rng.shuffle(results)
+                if rng.random() > 0.03:
+                    items.append({"role": "user", "content": results or "x"})
+    body: dict = {"model": rng.choice(MODELS), "messages": items}
+    maybe(rng, 0.7, body, "max_tokens", [1, 100, 10**6, 4096] + ([0] if rng.random() < 0.05 else []))
+    maybe(rng, 0.4, body, "system", ["sys", "", [], [{"type": "text", "text": "x-anthropic-billing-header: a"}, {"type": "text", "text": "b"}], [{"type": "text", "text": "a"}, {"type": "text", "text": "c"}]])
+    maybe(rng, 0.4, body, "thinking", [{"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}, {"type": "adaptive"}])
+    maybe(rng, 0.2, body, "output_config", [{"effort": e} for e in ("low", "max", "none", "xhigh", "minimal")] + [{}])
+    maybe(rng, 0.2, body, "temperature", [0, 1, 0.3] + ([3] if rng.random() < 0.1 else []))
+    maybe(rng, 0.2, body, "top_p", [0.5, 1] + ([0] if rng.random() < 0.1 else []))
+    maybe(rng, 0.2, body, "stop_sequences", [["x"], []] + ([[""], ["x"] * 17] if rng.random() < 0.1 else []))
+    maybe(rng, 0.3, body, "stream", [True, False])
+    if rng.random() < 0.4:
+        body["tools"] = []
+        for name in rng.sample(["f", "g", "h", "bad name"] if rng.random() < 0.05 else ["f", "g", "h"], rng.randint(0, 3)):
+            tool: dict = {"name": name, "input_schema": rng.choice(PLAIN_SCHEMAS if rng.random() < 0.1 else STRICT_SCHEMAS[:6])}
+            maybe(rng, 0.4, tool, "description", ["d", None])
+            maybe(rng, 0.3, tool, "defer_loading", [True, False])
+            body["tools"].append(tool)
+        if rng.random() < 0.05:
+            body["tools"].append(rng.choice([{"type": "web_search_20250305", "name": "web_search"}, {"type": "bash", "name": "bash"}]))
+    maybe(rng, 0.3, body, "tool_choice", [{"type": "auto"}, {"type": "any"}, {"type": "none"}, {"type": "tool", "name": "f"}, {"type": "tool", "name": "zz"}])
+    return body
+
+
 def spoil(rng: random.Random, value) -> None:
     """Replace, remove or add one thing somewhere in a body."""
     places = []
@@ -339,6 +424,8 @@ def spoil(rng: random.Random, value) -> None:
         del container[key]
     else:
         wrong = rng.choice(WRONG)
+        if key == "type" and isinstance(wrong, int):
+            wrong = "x"  # the referee takes a number for the variant of that index, we do not
         # A sequence in place of a struct or tagged enum is the referee's positional form, which we refuse.
         structs = isinstance(container[key], dict) or key in ("thinking", "stream_options", "response_format", "tool_choice")
         container[key] = {} if isinstance(wrong, list) and structs else wrong
@@ -361,6 +448,7 @@ def convert_case(protocol: str, make: Callable[[random.Random], dict]) -> Callab
 KINDS: dict[str, Callable[[random.Random], tuple]] = {
     "render": render_case,
     "convert_chat": convert_case("chat", chat_body),
+    "convert_messages": convert_case("messages", messages_body),
     "stream_chat": stream_case("chat"),
     "stream_responses": stream_case("responses"),
     "stream_messages": stream_case("messages"),

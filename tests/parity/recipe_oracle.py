@@ -18,7 +18,7 @@ from headrace.recipe import (
     ToolDefinition,
 )
 from headrace.recipe.errors import RecipeError, ShapeError
-from headrace.recipe.protocol import ConversionOptions, chat
+from headrace.recipe.protocol import ConversionOptions, chat, messages
 from headrace.recipe.render import template
 from headrace.recipe.stream import ChatStream, MessagesStream, ParsingOptions, ReplyStream, ResponsesStream, StreamParser, Usage
 from headrace.recipe.stream.responses import default_echo
@@ -206,7 +206,10 @@ def stream_theirs(protocol: str, spec: dict) -> dict:
     return {"steps": steps, "reply": json.loads(_normal(response.to_json()))}
 
 
-PARSERS = {"chat": (chat.parse, official.ChatCompletionRequest)}
+PARSERS = {
+    "chat": (chat.parse, official.ChatCompletionRequest),
+    "messages": (messages.parse, official.MessagesRequest),
+}
 
 
 def convert_ours(protocol: str, body: dict | bytes, **options) -> dict:

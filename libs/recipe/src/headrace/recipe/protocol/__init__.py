@@ -1,6 +1,6 @@
 """The input side: request bodies of each protocol to a `ParsedRequest`."""
 
-from . import chat
+from . import chat, messages
 from .request import OFFICIAL, OPEN, ConversionOptions, OutputConstraint, ParsedRequest, Sampling
 
-__all__ = ["OFFICIAL", "OPEN", "ConversionOptions", "OutputConstraint", "ParsedRequest", "Sampling", "chat"]
+__all__ = ["OFFICIAL", "OPEN", "ConversionOptions", "OutputConstraint", "ParsedRequest", "Sampling", "chat", "messages"]

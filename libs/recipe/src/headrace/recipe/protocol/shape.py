@@ -175,12 +175,12 @@ def _struct(cls: type) -> Reader:
     fields = msgspec.structs.fields(cls)
     readers = {field.encode_name: (field.name, reader(hints[field.name])) for field in fields}
     required = [field for field in fields if field.required]
-    name = getattr(cls, "shape_name", cls.__name__)
+    name = f"{getattr(cls, 'shape_kind', 'struct')} {getattr(cls, 'shape_name', cls.__name__)}"
     get = readers.get
 
     def build(value: Any) -> Any:
         if not isinstance(value, dict):
-            raise misfit(value, f"struct {name}")
+            raise misfit(value, name)
         found = {}
         for key, item in value.items():
             field = get(key)
