@@ -339,7 +339,7 @@ class Scheduler:
         start, n, sizes = sequence.computed, sequence.prompt_len, self.config.chunk_tokens
         size = min(budget, sizes[sequence.chunks % len(sizes)]) if sizes else budget
         stop = min(start + size, n)
-        boundary = self._snapshot_boundary(sequence)
+        boundary = self._snapshot_boundary(sequence) if self._keeps_state else 0
         if start < boundary:
             stop = min(stop, boundary)
         tail = sequence.decoder_floor
