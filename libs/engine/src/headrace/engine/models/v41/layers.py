@@ -36,6 +36,17 @@ def linear(x: torch.Tensor, weight: torch.Tensor, tile: int = 0) -> torch.Tensor
     return F.linear(x, weight)
 
 
+class Embedding(nn.Module):
+    """Rows of a weight [vocab, dim]. Unlike torch's it draws no initial values."""
+
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
+
+
 class RMSNorm(nn.Module):
     """w * x / rms(x), in fp32, cast once."""
 

@@ -18,7 +18,7 @@ from ...config import ModelConfig
 from .attention import Attention, Pass
 from .cache import V41StatePool, cache_spec, codecs
 from .engram import Engram, NgramHash
-from .layers import Linear, RMSNorm, RopeTable, collapse, expand, linear, mix, rope_frequencies
+from .layers import Embedding, Linear, RMSNorm, RopeTable, collapse, expand, linear, mix, rope_frequencies
 from .moe import MoE
 from .rows import Piece, Rows
 
@@ -83,7 +83,7 @@ class V41Model(nn.Module):
         self.eos_token_ids, self.max_model_len = c.eos_token_id, c.max_position_embeddings
         self.checkpoint_digest = ""
         self.ngrams: NgramHash | None = None
-        self.embed = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(Layer(c, layer) for layer in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.head = Linear(c.hidden_size, c.vocab_size)
@@ -119,7 +119,7 @@ class V41Model(nn.Module):
         rows = self._rows([self._encoder_piece(i, s, states) for i, s in enumerate(segments)], segments, states)
         shared = Pass(c, rows, kv, states, self.codecs, fixed_width=self.batch_invariant)
         ids = torch.tensor([t for piece in rows.pieces for t in segments[piece.index].ids], dtype=torch.int64, device=self.device)
-        h = F.embedding(F.pad(ids, (0, rows.padded - rows.count)), self.embed.weight).to(self.dtype)
+        h = self.embed(F.pad(ids, (0, rows.padded - rows.count))).to(self.dtype)
         streams = h.unsqueeze(1).repeat(1, c.hc_mult, 1)
         pre = torch.zeros(rows.padded, c.hc_mult, device=self.device)
         pre[:, 0] = 1.0
