@@ -132,8 +132,7 @@ def _draw_filtered(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     """Top-k and top-p over the most likely candidates; a row whose mass top_p is not among them gets the whole vocabulary."""
     vocab = logits.shape[-1]
     width = min(vocab, max([CANDIDATES, *(draw.params.top_k for draw in draws)]))
-    scores = _scale(logits, draws)
-    index, kept, whole = _candidates(scores, draws, width)
+    index, kept, whole = _candidates(logits, draws, width)
     if width < vocab and not all(whole):
         short = [i for i, done in enumerate(whole) if not done]
         tokens = [0] * len(draws)
@@ -142,7 +141,7 @@ def _draw_filtered(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
             for row, token in zip(fits, _pick(index[fits], kept[fits], [draws[i] for i in fits]), strict=True):
                 tokens[row] = token
         few = [draws[i] for i in short]
-        index, kept, _ = _candidates(scores[short], few, vocab)
+        index, kept, _ = _candidates(logits[short], few, vocab)
         for row, token in zip(short, _pick(index, kept, few), strict=True):
             tokens[row] = token
         return tokens
@@ -150,10 +149,10 @@ def _draw_filtered(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def _candidates(
-    scores: torch.Tensor, draws: Sequence[Draw], width: int
+    logits: torch.Tensor, draws: Sequence[Draw], width: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
     """The `width` best of each row, best first, those cut away at -inf: (ids [R, W], scores [R, W], whether that is enough)."""
-    index = _best(scores, width)
+    scores, index = _scale(logits, draws), _best(logits, width)
     best = scores.gather(-1, index)
     params = [draw.params for draw in draws]
     top_k = _column([p.top_k or scores.shape[-1] for p in params], scores.device, torch.int64)
@@ -169,14 +168,14 @@ def _candidates(
     return index, _min_p(best, draws), enough.squeeze(-1).tolist()
 
 
-def _best(scores: torch.Tensor, width: int) -> torch.Tensor:
-    """Ids of the `width` highest scores, highest first, the lower id first among equals: [R, width].
+def _best(values: torch.Tensor, width: int) -> torch.Tensor:
+    """Ids of the `width` highest of values [R, V] fp32, highest first, the lower id first among equals: [R, width].
 
-    Scores are ranked as integers made of (score, id), so that no tie is left to the implementation of topk."""
-    bits = scores.float().view(torch.int32).long()
+    Ranked as integers made of (value, id), so that no tie is left to the implementation of topk."""
+    bits = values.view(torch.int32).long()
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # a signed integer that sorts like the float
-    vocab = scores.shape[-1]
-    ranked = (ordered << 32) + (vocab - 1 - torch.arange(vocab, device=scores.device))
+    vocab = values.shape[-1]
+    ranked = (ordered << 32) + (vocab - 1 - torch.arange(vocab, device=values.device))
     return vocab - 1 - (torch.topk(ranked, width, sorted=True).values & 0xFFFFFFFF)
 
 
