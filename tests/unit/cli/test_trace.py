@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.cli.trace import BAR, bar, rows, table
+from headrace.cli.trace import BAR, bar, bare, rows, table
 
 EVENTS = [
     {"ts": 100.000, "request": "r", "event": "gateway.received", "instance": "gateway-1"},
@@ -43,3 +43,9 @@ def test_table_names_everything():
 
 def test_no_events_no_rows():
     assert rows([]) == []
+
+
+def test_id_of_an_answer_holds_the_name_of_its_request():
+    assert bare("chatcmpl-0Nq7vQXo5CqkdGxQ9kRz9C") == "0Nq7vQXo5CqkdGxQ9kRz9C"
+    assert bare("0Nq7vQXo5CqkdGxQ9kRz9C") == "0Nq7vQXo5CqkdGxQ9kRz9C"
+    assert bare("a.b.*") == "a.b.*"

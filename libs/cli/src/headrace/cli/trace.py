@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import sys
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ long as the processes that took part live and remember it. As it happens, for ev
 """
 SETTLE = 0.6  # seconds in which every living process has answered a hello
 BAR = 28  # characters of a full-width bar
+ANSWER_ID = re.compile(r"(?:chatcmpl|cmpl|resp|msg)[-_](\w+)")
 HIDDEN = {"ts", "request", "event", "instance", "ms"}
 
 
@@ -82,9 +84,15 @@ async def collect(settings: BusSettings, request: str, instances: list[tuple[str
             await asyncio.sleep(SETTLE)
             instances = [(presence.role, presence.instance) for presence in peers.all()]
             await peers.stop()
-        return await gather(bus, instances, request)
+        return await gather(bus, instances, request) or await gather(bus, instances, bare(request))
     finally:
         await bus.close()
+
+
+def bare(request: str) -> str:
+    """The server's own name inside the `id` of an answer: `chatcmpl-X` -> `X`."""
+    found = ANSWER_ID.fullmatch(request)
+    return found[1] if found else request
 
 
 def rows(events: list[dict]) -> list[Row]:
@@ -142,7 +150,8 @@ async def _follow(settings: BusSettings, request: str, as_json: bool) -> int:
 
     def show(payload: bytes, subject: str, reply: str) -> None:
         event = json.loads(payload)
-        if request and request not in (event["request"], event.get("client_id")) and event["request"] not in began:
+        wanted = (request, bare(request))
+        if request and event["request"] not in began and not {event["request"], event.get("client_id")}.intersection(wanted):
             return
         if len(began) > 10_000:
             began.clear()
