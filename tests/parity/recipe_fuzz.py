@@ -407,6 +407,93 @@ def messages_body(rng: random.Random) -> dict:
     return body
 
 
+def response_content(rng: random.Random, images: bool = True) -> str | list:
+    if rng.random() < 0.5:
+        return rng.choice(TEXTS)
+    parts: list = []
+    for _ in range(rng.randint(0, 3)):
+        draw = rng.random()
+        if draw < 0.75 or not images:
+            parts.append({"type": rng.choice(["input_text", "output_text"] if images else ["output_text"]), "text": rng.choice(TEXTS)})
+        elif draw < 0.92:
+            parts.append({"type": "input_image", **rng.choice([{"image_url": "http://a"}, {"image_url": "data:image/png;base64,AAAA", "detail": "low"},
+                         *([{"image_url": "x"}, {"file_id": "f"}, {}] if rng.random() < 0.1 else [])])})
+        else:
+            parts.append({"type": "input_file", "file_id": "x"})
+    return parts
+
+
+def responses_body(rng: random.Random) -> dict:
+    items: list = []
+    for _ in range(rng.choice([1, 1, 2, 3, 5])):
+        kind = rng.choice(["user", "user", "system", "developer", "assistant", "assistant", "reasoning", "calls", "calls", "other"])
+        if kind in ("user", "system", "developer"):
+            items.append({"role": kind, "content": response_content(rng)})
+            maybe(rng, 0.3, items[-1], "type", ["message"])
+        elif kind == "assistant":
+            items.append({"role": kind, "content": response_content(rng, rng.random() < 0.03)})
+        elif kind == "reasoning":
+            items.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": rng.choice(["r", "", "x\ny"])} for _ in range(rng.randint(0, 2))]})
+        elif kind == "other":
+            items.append({"type": rng.choice(["item_reference", "mcp_call", "local_shell_call"]), "id": "x"})
+        else:
+            ids = rng.sample(["a", "b", "c"], rng.randint(1, 3))
+            results = []
+            for i in ids:
+                if rng.random() < 0.2:
+                    items.append({"type": "custom_tool_call", "call_id": i, "name": "apply_patch", "input": rng.choice(['p"q', "", "多\n"])})
+                    results.append({"type": "custom_tool_call_output", "call_id": i, "output": rng.choice(["z", ""])})
+                else:
+                    items.append({"type": "function_call", "call_id": i, "name": "f", "arguments": rng.choice(ARGUMENTS)})
+                    maybe(rng, 0.2, items[-1], "namespace", ["ns", None])
+                    output = response_content(rng)
+                    if isinstance(output, list):
+                        output = [p for p in output if p["type"] != "output_text"]
+                    results.append({"type": "function_call_output", "call_id": i, "output": output})
+            rng.shuffle(results)
+            if rng.random() < 0.07:
+                results.pop() if rng.random() < 0.5 else results.append({"type": "function_call_output", "call_id": rng.choice(["a", "zz", ""]), "output": "x"})
+            items += results
+    if rng.random() < 0.05:
+        rng.shuffle(items)
+    body: dict = {"model": rng.choice(MODELS), "input": items if rng.random() < 0.9 else rng.choice(["text", "", "json", []])}
+    maybe(rng, 0.3, body, "instructions", ["be brief", "", "JSON please", None])
+    maybe(rng, 0.3, body, "max_output_tokens", [1, 100] + ([0, 10**6] if rng.random() < 0.1 else []))
+    maybe(rng, 0.4, body, "reasoning", [{"effort": e} for e in ("none", "none", "minimal", "high", "max")] + [{}, {"summary": "auto"}])
+    maybe(rng, 0.2, body, "temperature", [0, 0.3, 1] + ([3] if rng.random() < 0.1 else []))
+    maybe(rng, 0.2, body, "top_p", [0.95, 0.97, 1] + ([0] if rng.random() < 0.1 else []))
+    maybe(rng, 0.2, body, "top_logprobs", [0, 5] + ([21] if rng.random() < 0.1 else []))
+    maybe(rng, 0.3, body, "stream", [True, False])
+    maybe(rng, 0.2, body, "user", ["u"])
+    form = rng.random()
+    if form < 0.1:
+        body["text"] = {"format": {"type": "json_object"}}
+    elif form < 0.25:
+        is_strict = rng.choice([True, False, None])
+        body["text"] = {"format": {"type": "json_schema", "name": "n", "schema": rng.choice(STRICT_SCHEMAS if is_strict else PLAIN_SCHEMAS), "strict": is_strict}, "verbosity": "low"}
+    elif form < 0.3:
+        body["text"] = rng.choice([{}, {"format": {"type": "text"}}])
+    if rng.random() < 0.45:
+        body["tools"] = [response_tool(rng) for _ in range(rng.randint(0, 3))]
+    maybe(rng, 0.3, body, "tool_choice", ["auto", "none", "required", {"type": "function", "name": rng.choice(["f", "ns::a", "zz"])}, {"type": "custom", "name": "apply_patch"}, {"type": "web_search"}])
+    maybe(rng, 0.1, body, "metadata", [{"a": "b"}])
+    return body
+
+
+def response_tool(rng: random.Random) -> dict:
+    draw = rng.random()
+    if draw < 0.5:
+        return {"type": "function", **request_tool(rng)["function"]}
+    if draw < 0.65:
+        return {"type": "custom", "name": "apply_patch" if rng.random() < 0.95 else "other"}
+    if draw < 0.85:
+        space: dict = {"type": "namespace", "name": rng.choice(["ns", "n2"]), "tools": [
+            {"type": "function", **request_tool(rng)["function"]} for _ in range(rng.randint(0, 2))]}
+        maybe(rng, 0.5, space, "description", ["D", "", None])
+        return space
+    return rng.choice([{"type": "web_search"}, {"type": "mcp"}, {"type": "web_search", "search_context_size": "low", "user_location": {"type": "approximate", "city": "x"}}])
+
+
 def spoil(rng: random.Random, value) -> None:
     """Replace, remove or add one thing somewhere in a body."""
     places = []
@@ -448,6 +535,7 @@ def convert_case(protocol: str, make: Callable[[random.Random], dict]) -> Callab
 KINDS: dict[str, Callable[[random.Random], tuple]] = {
     "render": render_case,
     "convert_chat": convert_case("chat", chat_body),
+    "convert_responses": convert_case("responses", responses_body),
     "convert_messages": convert_case("messages", messages_body),
     "stream_chat": stream_case("chat"),
     "stream_responses": stream_case("responses"),

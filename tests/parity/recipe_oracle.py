@@ -18,7 +18,7 @@ from headrace.recipe import (
     ToolDefinition,
 )
 from headrace.recipe.errors import RecipeError, ShapeError
-from headrace.recipe.protocol import ConversionOptions, chat, messages
+from headrace.recipe.protocol import ConversionOptions, chat, messages, responses
 from headrace.recipe.render import template
 from headrace.recipe.stream import ChatStream, MessagesStream, ParsingOptions, ReplyStream, ResponsesStream, StreamParser, Usage
 from headrace.recipe.stream.responses import default_echo
@@ -209,6 +209,7 @@ def stream_theirs(protocol: str, spec: dict) -> dict:
 PARSERS = {
     "chat": (chat.parse, official.ChatCompletionRequest),
     "messages": (messages.parse, official.MessagesRequest),
+    "responses": (responses.parse, official.ResponsesRequest),
 }
 
 
@@ -221,10 +222,14 @@ def convert_ours(protocol: str, body: dict | bytes, **options) -> dict:
         assert error.status == 400
         return {"error": {"exception": "ValueError", "message": error.message}}
     except RecipeError as error:
-        return {"error": {"status_code": error.status, "body": error.body(protocol, "official").decode()}}
+        return {"error": {"status_code": error.status, "body": _one_of(error.body(protocol, "official").decode())}}
     sampling, parsing, constraint = parsed.sampling, parsed.parsing, parsed.output_constraint
     rendered = _TEMPLATES[parsed.version].render(parsed.conversation)
+    repeated = None
+    if protocol == "responses":
+        repeated = {"echo": json.dumps(parsed.echo), "namespaces": {k: list(v) for k, v in parsed.namespaces.items()}}
     return {
+        "echo": repeated,
         "model_version": {"v4": "DeepseekV4Pro", "v41": "DeepseekV41Flash"}[parsed.version],
         "stream": parsed.stream,
         "prompt": rendered.prompt,
@@ -249,6 +254,27 @@ def convert_ours(protocol: str, body: dict | bytes, **options) -> dict:
     }
 
 
+def _their_echo(request: official.ResponsesRequest, body: bytes, options: official.ConversionOptions) -> dict | None:
+    """What the referee's response repeats of a request; None when the request will be refused."""
+    repeated = request.echo()
+    try:
+        names = request.namespace_tool_map(options)
+        other = official.ResponsesRequest(body).convert(options)
+    except official.ConversionError:
+        return None
+    generator = official.ResponsesRequest.chunk_generator(other, REPLY_ID, MODEL).with_echo(repeated)
+    processor = official.StreamProcessor(generator, other.parsing_options)
+    response = json.loads(processor.push(official.InferenceChunk.ready())[0].to_json())["response"]
+    keys = ("instructions", "max_output_tokens", "reasoning", "temperature", "text", "tool_choice", "tools", "top_logprobs",
+            "top_p", "user")
+    return {"echo": json.dumps({k: response[k] for k in keys}), "namespaces": {k: list(v) for k, v in names.items()}}
+
+
+def _one_of(body: str) -> str:
+    """Of several calls without an output the referee names any: it walks a hash map."""
+    return re.sub(r"No tool output found for tool call \w+\.", "No tool output found for tool call ANY.", body)
+
+
 _STAGE_NAMES = {None: None, "reasoning_start": "ReasoningStart", "reasoning_continuation": "ReasoningContinuation",
                 "content_continuation": "ContentContinuation"}
 _VERSIONS = {"DeepseekV4Pro": "v4", "DeepseekV41Flash": "v41"}
@@ -258,11 +284,14 @@ def convert_theirs(protocol: str, body: dict | bytes, options: official.Conversi
     """The referee's reading of the same body."""
     body = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
     try:
-        converted = PARSERS[protocol][1](body).convert(options or official.ConversionOptions())
+        options = options or official.ConversionOptions()
+        request = PARSERS[protocol][1](body)
+        repeated = _their_echo(request, body, options) if protocol == "responses" else None
+        converted = request.convert(options)
     except ValueError as error:
         return {"error": {"exception": "ValueError", "message": str(error)}}
     except official.ConversionError as error:
-        return {"error": {"status_code": error.status_code, "body": error.body}}
+        return {"error": {"status_code": error.status_code, "body": _one_of(error.body)}}
     version = str(converted.model_version).split(".")[-1]
     rendered = render_theirs_rendered(_VERSIONS[version], converted.conversation)
     inference, parsing, constraint = converted.inference_options, converted.parsing_options, None
@@ -270,6 +299,7 @@ def convert_theirs(protocol: str, body: dict | bytes, options: official.Conversi
         constraint = {"kind": inference.output_constraint.kind, "schema": inference.output_constraint.schema}
     stage = parsing.thinking_initial_stage
     return {
+        "echo": repeated,
         "model_version": version,
         "stream": converted.stream,
         "prompt": rendered.prompt,

@@ -1,6 +1,6 @@
 """The input side: request bodies of each protocol to a `ParsedRequest`."""
 
-from . import chat, messages
+from . import chat, messages, responses
 from .request import OFFICIAL, OPEN, ConversionOptions, OutputConstraint, ParsedRequest, Sampling
 
-__all__ = ["OFFICIAL", "OPEN", "ConversionOptions", "OutputConstraint", "ParsedRequest", "Sampling", "chat", "messages"]
+__all__ = ["OFFICIAL", "OPEN", "ConversionOptions", "OutputConstraint", "ParsedRequest", "Sampling", "chat", "messages", "responses"]

@@ -135,7 +135,7 @@ def _tool(value: Any) -> Any:
     if not isinstance(value, dict):
         raise Misfit("missing field `name`")
     if isinstance(value.get("type"), str):
-        return ServerTool(value["type"], value["name"] if isinstance(value.get("name"), str) else "")
+        return ServerTool(value["type"], reader(str)(value.get("name", "")))
     if "name" not in value:
         raise Misfit("missing field `name`")
     found = {}
@@ -369,6 +369,7 @@ class _Reader:
                 texts.append(_document(block))
             elif isinstance(block, ImageBlock):
                 if self.version != "v4":
+                    _image(block, f"messages.{index}.content[{position}]", "")  # a broken image is told first
                     raise RecipeError("Image in assistant message is unsupported")
                 texts.append(common.UNSUPPORTED_IMAGE)
             elif isinstance(block, ToolUseBlock):
