@@ -30,7 +30,7 @@ finish() {
     docker compose down --volumes --timeout 20 >"$work/down.log" 2>&1 || cat "$work/down.log"
     [ -z "$engine_pid" ] || { kill "$engine_pid" 2>/dev/null && while kill -0 "$engine_pid" 2>/dev/null; do sleep 0.1; done; }
     rm -rf "$work"
-    [ $status = 0 ] && say "all of it held" || say "FAILED"
+    if [ $status = 0 ]; then say "all of it held"; else say "FAILED"; fi
     exit $status
 }
 trap finish EXIT
@@ -65,7 +65,7 @@ if [ -z "${HEADRACE_BASE_IMAGE:-}" ]; then
         command -v mmdebstrap >/dev/null || { echo "no registry can be reached and mmdebstrap is not installed" >&2; exit 1; }
         mkdir "$work/wheels"
         for wheels in ${PIP_FIND_LINKS:-}; do cp "$wheels"/torch-2.13.0*.whl "$work/wheels/" 2>/dev/null || true; done
-        mmdebstrap --quiet --variant=essential --include=passwd,hostname,ca-certificates,python3,python3-pip,python3-venv \
+        mmdebstrap --quiet --variant=essential --include=passwd,hostname,ca-certificates,libstdc++6,python3,python3-pip,python3-venv \
             --customize-hook="copy-in /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs" \
             --customize-hook="copy-in $work/wheels /" bookworm "$work/base.tar"
         docker import --change "ENV PIP_CERT=/etc/ssl/certs/ca-certificates.crt SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt" \

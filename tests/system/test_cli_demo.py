@@ -42,5 +42,6 @@ def test_second_request_computes_fewer_rows_and_says_the_same(tmp_path):
 def test_simulated_engine_is_labelled_and_readable(tmp_path):
     done = demo(tmp_path, "--engine", "sim")
     assert done.returncode == 0, done.stderr
+    assert "SIMULATED" in done.stdout
     assert "rows computed by prefill" in done.stdout
     assert "yes  both texts are equal and not empty" in done.stdout

@@ -34,6 +34,10 @@ class Console:
         """A line that stays and must be seen."""
         self._print(paint(text, RED, sys.stderr))
 
+    def show(self, text: str) -> None:
+        """A line that stays, as it is."""
+        self._print(text)
+
     def status(self, text: str) -> None:
         """What is being waited for; rewritten in place, and only on a terminal."""
         if self._tty and not self.quiet and text != self._status:

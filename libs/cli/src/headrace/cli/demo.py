@@ -186,6 +186,8 @@ def report(result: dict) -> str:
             timeline,
         ]
     words = " The words are random: this checkpoint was never trained." if result["random_words"] else ""
+    if result["engine"] == "sim":
+        words = " SIMULATED: the time is modelled, the words are made up."
     lines += ["", f"Processes: {', '.join(f'{name} {pid}' for name, pid in result['processes'].items())}.{words}"]
     lines += [f"{'yes' if holds else 'NO '}  {check}" for check, holds in result["checks"].items()]
     return "\n".join(lines)

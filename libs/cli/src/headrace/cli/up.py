@@ -126,7 +126,7 @@ async def _up(options: Options, where: state.StateDir, verbose: bool) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, interrupt)
-    follower = asyncio.create_task(_follow(where)) if verbose else None
+    follower = asyncio.create_task(_follow(where, console)) if verbose else None
     try:
         if not await _start_unless(system, stop):
             console.say("stopped before it was ready")
@@ -171,7 +171,7 @@ def ready_line(system: System) -> str:
     return f"{paint(f'Headrace is ready: {system.url}', BOLD, sys.stdout)}  ({words})  Try:  {curl}"
 
 
-async def _follow(where: state.StateDir) -> None:
+async def _follow(where: state.StateDir, console: Console) -> None:
     """Copy what the services log to stderr, each line after its process's name."""
     positions: dict[Path, int] = {}
     while True:
@@ -182,5 +182,5 @@ async def _follow(where: state.StateDir) -> None:
             end = data.rfind(b"\n") + 1
             positions[log] = positions.get(log, 0) + end
             for line in data[:end].decode(errors="replace").splitlines():
-                print(f"{log.stem:<10} {line}", file=sys.stderr)
+                console.show(f"{log.stem:<10} {line}")
         await asyncio.sleep(0.2)
