@@ -102,7 +102,7 @@ def reference_distribution(logits: np.ndarray, params: SamplingParams) -> np.nda
     return p / p.sum()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(
     st.integers(2, 60), st.integers(0, 10_000), st.sampled_from([0, 1, 2, 7, 50]), st.sampled_from([1.0, 0.95, 0.5, 1e-6]),
     st.sampled_from([0.0, 0.1, 1.0]), st.sampled_from([0.5, 1.0, 2.0]), st.booleans(),
@@ -182,9 +182,7 @@ def test_ties_go_to_the_lower_id():
 
 def test_order_of_scores_as_integers_is_that_of_floats():
     values = torch.tensor([[-math.inf, -3.5, -0.0, 0.0, 1e-30, 2.0, math.inf, -1e-30]])
-    expected = sorted(range(8), key=lambda i: (-values[0, i].item(), i))
-    got = sampler._best(values, 8)[0].tolist()
-    assert [values[0, i].item() for i in got] == [values[0, i].item() for i in expected]
+    assert sampler._best(values, 8)[0].tolist() == sorted(range(8), key=lambda i: (-values[0, i].item(), i))
 
 
 # ---------------------------------------------------------------- penalties, forbidden tokens

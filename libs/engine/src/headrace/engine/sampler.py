@@ -159,12 +159,12 @@ def _candidates(
     top_p = _column([p.top_p for p in params], scores.device)
     rank = torch.arange(width, device=scores.device)
     best = best.masked_fill(rank >= top_k, -math.inf)
-    # mass of what top-k left: all of the row where it is off, for then the rest lies beyond the candidates
-    total = torch.where(top_k >= scores.shape[-1], scores.logsumexp(-1, keepdim=True), best.logsumexp(-1, keepdim=True))
-    mass = (best - total).exp().cumsum(-1)
-    before = mass - (best - total).exp()
-    enough = (top_k <= width) | (mass[:, -1:] >= top_p) | (width == scores.shape[-1])
-    best = best.masked_fill((before >= top_p) & (rank > 0), -math.inf)
+    # softmax works row by row whatever their number; sum and logsumexp split a single row between threads
+    p = torch.softmax(scores, dim=-1).gather(-1, index).masked_fill(rank >= top_k, 0.0)
+    mass = p.cumsum(-1)
+    total = torch.where(top_k <= width, mass[:, -1:], 1.0)  # of what top-k left; where it is off, the rest of the row counts
+    enough = (top_k <= width) | (mass[:, -1:] >= top_p)
+    best = best.masked_fill((mass - p >= top_p * total) & (rank > 0), -math.inf)
     return index, _min_p(best, draws), enough.squeeze(-1).tolist()
 
 
@@ -172,7 +172,7 @@ def _best(values: torch.Tensor, width: int) -> torch.Tensor:
     """Ids of the `width` highest of values [R, V] fp32, highest first, the lower id first among equals: [R, width].
 
     Ranked as integers made of (value, id), so that no tie is left to the implementation of topk."""
-    bits = values.view(torch.int32).long()
+    bits = (values + 0.0).view(torch.int32).long()  # + 0.0: a negative zero equals zero
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # a signed integer that sorts like the float
     vocab = values.shape[-1]
     ranked = (ordered << 32) + (vocab - 1 - torch.arange(vocab, device=values.device))
