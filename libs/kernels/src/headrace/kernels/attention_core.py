@@ -1,73 +1,133 @@
-"""The inner step shared by every latent-attention kernel: read entries of a layout, then one online-softmax update.
+"""The inner step shared by every latent-attention kernel: fetch entries of a layout, decode, one online-softmax update.
 
-Latent attention (MLA after absorption, CSA2): one KV head whose entry is key and value at once. An entry of D elements
-is split by columns into chunks whose widths are powers of two, so that no tile is padded:
-  D = 512 (V4, V4.1)   256 | 128 | 64 | 64 rope, all of them also value
-  D = 576 (V3 family)  256 | 256 | 64 rope, the rope columns are key only
+Latent attention (MLA after absorption, CSA2): one KV head whose entry is key and value at once. An entry is read as
+512 columns and, in some forms (FORM), 64 more:
+  0  512              one format for all columns (V4.1, bf16); all are also value
+  1  512 | 64 rope    D = 576 (V3 family); the rope columns are key only
+  2  448 | 64 rope    V4: FP8 and bf16 columns, all are also value; the first part is padded to 512 with zeros
 Scores are kept in base 2 (scale * log2 e folded into one factor). The running maximum starts at -1e30, not at -inf, so
 a row that sees no key stays finite and gives 0.
+
+Two arrangements of one step. `attend` keeps query rows on the left and takes raw bytes that were fetched one tile ahead
+into registers: FP8 and FP4 must pass through registers anyway, and fetching ahead hides their latency. `attend_few`
+keeps keys on the left, for fewer than 64 rows of bf16, where rows on the left would leave the matrix unit empty.
 """
 
 from headrace.kernels._triton import dot, tl, triton
 
 LOG2E = 1.4426950408889634
 NO_SCORE = -1.0e30
+NO_SCORE_ = tl.constexpr(NO_SCORE)
 
 
 @triton.jit
-def entry_rows(index, page_stride, offset, PAGE: tl.constexpr, LAYOUT: tl.constexpr, D: tl.constexpr):
-    """Entry indices [N] -> byte offsets [N] of data and of scales, from the pool's begin."""
-    page = (index // PAGE).to(tl.int64)
+def fetch(
+    base32, index, page_stride, offset, PAGE: tl.constexpr, LAYOUT: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
+    """Raw words of the entries at index [N] (negative: zeros): (columns, scales, rope columns), all int32, unused ones small.
+
+    Words, not bytes: values carried from one loop turn to the next take a whole register each.
+    """
+    present = index >= 0
+    mask = present[:, None]
+    index = tl.maximum(index, 0)
+    begin = (index // PAGE).to(tl.int64) * page_stride + offset
     slot = index % PAGE
-    begin = page * page_stride + offset
+    column = tl.arange(0, 128)
     if LAYOUT == 0:
-        return begin + slot * (2 * D), begin
+        row = tl.multiple_of(begin // 4, 4) + slot * (288 if FORM == 1 else 256)
+        row = tl.multiple_of(row, 4)
+        data = tl.load(base32 + row[:, None] + tl.arange(0, 256)[None, :], mask=mask, other=0)
+        words = index
+        tail = words
+        if FORM == 1:
+            tail = tl.load(base32 + row[:, None] + 256 + tl.arange(0, 32)[None, :], mask=mask, other=0)
     elif LAYOUT == 1:
-        return begin + slot * 528, begin + slot * 528 + 512
+        row = tl.multiple_of((begin + slot * 528) // 4, 4)
+        data = tl.load(base32 + row[:, None] + column[None, :], mask=mask, other=0)
+        words = tl.load(base32 + row[:, None] + 128 + tl.arange(0, 4)[None, :], mask=mask, other=0)
+        tail = index
     elif LAYOUT == 2:
-        return begin + slot * 288, begin + slot * 288 + 256
+        row = tl.multiple_of((begin + slot * 288) // 4, 4)
+        data = tl.load(base32 + row[:, None] + tl.arange(0, 64)[None, :], mask=mask, other=0)
+        words = tl.load(base32 + row[:, None] + 64 + tl.arange(0, 8)[None, :], mask=mask, other=0)
+        tail = index
     elif LAYOUT == 3:
-        return begin + slot * 576, begin + PAGE * 576 + slot * 8
+        row = tl.multiple_of((begin + slot * 576) // 4, 4)
+        data = tl.load(base32 + row[:, None] + column[None, :], mask=mask, other=0)
+        word = tl.multiple_of((begin + PAGE * 576 + slot * 8) // 4, 2)
+        # Each of the two words twice: a tile smaller than the threads would be loaded by every thread in full.
+        words = tl.load(base32 + word[:, None] + (tl.arange(0, 4) // 2)[None, :], mask=mask, other=0)
+        tail = tl.load(base32 + row[:, None] + 112 + tl.arange(0, 32)[None, :], mask=mask, other=0)
     else:
-        return begin + slot * 656, begin + slot * 656 + 512
+        row = tl.multiple_of((begin + slot * 656) // 4, 4)
+        data = tl.load(base32 + row[:, None] + column[None, :], mask=mask, other=0)
+        words = tl.load(base32 + row[:, None] + 128 + tl.arange(0, 4)[None, :], mask=mask, other=0)
+        tail = tl.load(base32 + row[:, None] + 132 + tl.arange(0, 32)[None, :], mask=mask, other=0)
+    return data, words, tail
 
 
 @triton.jit
-def load_bf16(base16, row, valid, COL: tl.constexpr, W: tl.constexpr):
-    """W bf16 columns from byte offset row + COL: [N, W]; absent rows are zeros."""
-    column = tl.arange(0, W) + COL // 2
-    start = tl.multiple_of(row // 2, 8)
-    return tl.load(base16 + start[:, None] + column[None, :], mask=valid[:, None], other=0.0)
+def decode(data, words, LAYOUT: tl.constexpr):
+    """Raw columns and scale words of `fetch` -> bf16 [N, 512]; every product but V3.2's is exact."""
+    N: tl.constexpr = data.shape[0]
+    if LAYOUT == 0:
+        return unpack_bf16(data)
+    elif LAYOUT == 1:
+        return _scaled(_e4m3(_bytes(data)), _ue8m0(_bytes(words)))
+    elif LAYOUT == 2:
+        scale = _e4m3(_bytes(words)) * 16384.0
+        even, odd = decode_e2m1(_bytes(data))
+        even = tl.reshape(even, [N, 32, 8]) * scale[:, :, None]
+        odd = tl.reshape(odd, [N, 32, 8]) * scale[:, :, None]
+        return tl.reshape(tl.join(even, odd), [N, 512]).to(tl.bfloat16)
+    elif LAYOUT == 3:
+        words = words >> ((tl.arange(0, 4) % 2) * 16)[None, :]
+        byte = tl.join(words & 0xFF, (words >> 8) & 0xFF)  # [N, 4, 2]: a scale per 64 columns
+        byte = tl.where((tl.arange(0, 8) < 7)[None, :], tl.reshape(byte, [N, 8]), 127)  # the eighth is padding
+        data = tl.where((tl.arange(0, 128) < 112)[None, :], data, 0)  # the last words are the first rope columns
+        return _scaled(_e4m3(_bytes(data)), _ue8m0(byte))
+    else:
+        return _scaled(_e4m3(_bytes(data)), words.to(tl.float32, bitcast=True))
 
 
 @triton.jit
-def load_fp8(base8, row, scale_row, valid, COL: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr):
-    """W e4m3 columns with a UE8M0 scale per GROUP columns -> bf16 [N, W] (exact)."""
-    N: tl.constexpr = row.shape[0]
-    column = tl.arange(0, W)
-    group = tl.arange(0, W // GROUP)
-    start = tl.multiple_of(row, 16)
-    q = tl.load(base8 + start[:, None] + (column + COL)[None, :], mask=valid[:, None], other=0)
-    byte = tl.load(base8 + scale_row[:, None] + (group + COL // GROUP)[None, :], mask=valid[:, None], other=0)
-    scale = (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    value = q.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    scaled = tl.reshape(value, [N, W // GROUP, GROUP]) * scale[:, :, None]
-    return tl.reshape(scaled, [N, W]).to(tl.bfloat16)
+def unpack_bf16(words):
+    """int32 [N, W] -> bf16 [N, 2 W]."""
+    N: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    low = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.reshape(tl.join(low, high), [N, W * 2])
 
 
 @triton.jit
-def load_fp8_fp32(base8, base32, row, valid, COL: tl.constexpr, W: tl.constexpr):
-    """W e4m3 columns with an fp32 scale per 128 columns (V3.2, scales at byte 512 of the entry) -> bf16 [N, W]."""
-    N: tl.constexpr = row.shape[0]
-    column = tl.arange(0, W)
-    group = tl.arange(0, W // 128)
-    start = tl.multiple_of(row, 16)
-    q = tl.load(base8 + start[:, None] + (column + COL)[None, :], mask=valid[:, None], other=0)
-    scale_at = tl.multiple_of(row // 4, 4) + 128 + COL // 128
-    scale = tl.load(base32 + scale_at[:, None] + group[None, :], mask=valid[:, None], other=0.0)
-    value = q.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    scaled = tl.reshape(value, [N, W // 128, 128]) * scale[:, :, None]
-    return tl.reshape(scaled, [N, W]).to(tl.bfloat16)
+def _e4m3(byte):
+    return byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _bytes(words):
+    """int32 [N, W] -> their bytes, lowest first, as int32 [N, 4 W]."""
+    N: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    even = tl.join(words & 0xFF, (words >> 16) & 0xFF)
+    odd = tl.join((words >> 8) & 0xFF, (words >> 24) & 0xFF)
+    return tl.reshape(tl.join(even, odd), [N, W * 4])
+
+
+@triton.jit
+def _ue8m0(byte):
+    return (byte << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scaled(value, scale):
+    """fp32 [N, C] times scale [N, G] per C / G columns -> bf16 [N, C]."""
+    N: tl.constexpr = value.shape[0]
+    C: tl.constexpr = value.shape[1]
+    G: tl.constexpr = scale.shape[1]
+    return tl.reshape(tl.reshape(value, [N, G, C // G]) * scale[:, :, None], [N, C]).to(tl.bfloat16)
 
 
 @triton.jit
@@ -83,88 +143,108 @@ def decode_e2m1(byte):
 
 
 @triton.jit
-def load_fp4(base8, row, scale_row, valid, COL: tl.constexpr, W: tl.constexpr):
-    """W e2m1 columns with an e4m3 scale per 16 columns -> bf16 [N, W] (exact)."""
-    N: tl.constexpr = row.shape[0]
-    column = tl.arange(0, W // 2)
-    group = tl.arange(0, W // 16)
-    start = tl.multiple_of(row, 16)
-    packed = tl.load(base8 + start[:, None] + (column + COL // 2)[None, :], mask=valid[:, None], other=0)
-    byte = tl.load(base8 + scale_row[:, None] + (group + COL // 16)[None, :], mask=valid[:, None], other=0)
-    scale = (byte.to(tl.float8e4nv, bitcast=True).to(tl.float32) * 16384.0)[:, :, None]
-    even, odd = decode_e2m1(packed)
-    even = (tl.reshape(even, [N, W // 16, 8]) * scale).to(tl.bfloat16)
-    odd = (tl.reshape(odd, [N, W // 16, 8]) * scale).to(tl.bfloat16)
-    return tl.reshape(tl.join(even, odd), [N, W])
-
-
-@triton.jit
-def load_latent(
-    base8, base16, base32, row, scale_row, valid, COL: tl.constexpr, W: tl.constexpr, LAYOUT: tl.constexpr, ROPE: tl.constexpr
-):
-    """Columns COL .. COL + W of the entries at row [N] -> bf16 [N, W]. ROPE marks the last 64 columns."""
-    # One chain to the end: Triton compiles what follows a constexpr `return`.
-    if LAYOUT == 0:
-        return load_bf16(base16, row, valid, COL * 2, W)
-    elif LAYOUT == 1:
-        return load_fp8(base8, row, scale_row, valid, COL, W, 32)
-    elif LAYOUT == 2:
-        return load_fp4(base8, row, scale_row, valid, COL, W)
-    elif LAYOUT == 3 and not ROPE:
-        return load_fp8(base8, row, scale_row, valid, COL, W, 64)
-    elif LAYOUT == 3:
-        return load_bf16(base16, row, valid, 448, W)
-    elif ROPE:
-        return load_bf16(base16, row, valid, 528, W)
-    else:
-        return load_fp8_fp32(base8, base32, row, valid, COL, W)
+def load_queries(q_ptr, row, live, D: tl.constexpr):
+    """Query rows [M] of D elements -> their first 512 [M, 512] and last 64 columns [M, 64]; dead rows are zeros."""
+    start = q_ptr + row[:, None] * D
+    q = tl.load(start + tl.arange(0, 512)[None, :], mask=live[:, None], other=0.0)
+    q_tail = tl.load(start + (D - 64) + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0)
+    return q, q_tail
 
 
 @triton.jit
 def attend(
-    q0, q1, q2, q3, top, total, acc0, acc1, acc2, acc3,
-    base8, base16, base32, row, scale_row, visible, present, scale,
-    LAYOUT: tl.constexpr, WIDE: tl.constexpr,
+    q, q_tail, top, total, acc, acc_tail, data, words, tail, visible, scale, LAYOUT: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
-    """One tile of N keys. q_i [M, W_i] bf16; top, total [M]; acc_i [M, W_i] fp32; visible [M or 1, N], present [N].
+    """One tile of N keys. q bf16 [M, 512], q_tail [M, 64]; top, total [M]; acc fp32 [M, 512], acc_tail [M, 64].
 
-    WIDE: D = 576, chunks 256 | 256 | rope (q2, acc2, acc3 unused); else D = 512, chunks 256 | 128 | 64 | rope.
+    visible [1 or M, N]; scale > 0. In form 2 the columns of q beyond 448 meet zeros.
     """
-    M: tl.constexpr = q0.shape[0]
-    N: tl.constexpr = row.shape[0]
-    k0 = load_latent(base8, base16, base32, row, scale_row, present, 0, 256, LAYOUT, False)
-    if WIDE:
-        k1 = load_latent(base8, base16, base32, row, scale_row, present, 256, 256, LAYOUT, False)
-        k3 = load_latent(base8, base16, base32, row, scale_row, present, 512, 64, LAYOUT, True)
+    M: tl.constexpr = q.shape[0]
+    N: tl.constexpr = data.shape[0]
+    k = decode(data, words, LAYOUT)
+    score = dot(q, tl.trans(k), tl.zeros([M, N], tl.float32)) * scale
+    if FORM > 0:
+        rope = unpack_bf16(tail)
+        score += dot(q_tail, tl.trans(rope), tl.zeros([M, N], tl.float32)) * scale
+    # The branch is always taken, and the sum above is not a chain of products: where the compiler sees one product
+    # behind another it lays the first out by rows alone, and with 64 rows half of the warps repeat the others' work.
+    if scale > 0:
+        score = tl.where(visible, score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        decay = tl.exp2(top - new_top)
+        exponential = tl.exp2(score - new_top[:, None])
+        total = total * decay + tl.sum(exponential, 1)
+        weight = exponential.to(tl.bfloat16)
     else:
-        k1 = load_latent(base8, base16, base32, row, scale_row, present, 256, 128, LAYOUT, False)
-        k2 = load_latent(base8, base16, base32, row, scale_row, present, 384, 64, LAYOUT, False)
-        k3 = load_latent(base8, base16, base32, row, scale_row, present, 448, 64, LAYOUT, True)
-    score = dot(q0, tl.trans(k0), tl.zeros([M, N], tl.float32))
-    score = dot(q1, tl.trans(k1), score)
-    if not WIDE:
-        score = dot(q2, tl.trans(k2), score)
-    score = dot(q3, tl.trans(k3), score)
-    score = tl.where(visible, score * scale, float("-inf"))
-    new_top = tl.maximum(top, tl.max(score, 1))
-    decay = tl.exp2(top - new_top)
-    weight = tl.exp2(score - new_top[:, None])
-    total = total * decay + tl.sum(weight, 1)
-    weight = weight.to(tl.bfloat16)
-    acc0 = dot(weight, k0, acc0 * decay[:, None])
-    acc1 = dot(weight, k1, acc1 * decay[:, None])
-    if not WIDE:
-        acc2 = dot(weight, k2, acc2 * decay[:, None])
-        acc3 = dot(weight, k3, acc3 * decay[:, None])
-    return new_top, total, acc0, acc1, acc2, acc3
+        new_top = top
+        decay = tl.full([M], 1.0, tl.float32)
+        weight = tl.zeros([M, N], tl.bfloat16)
+    acc = dot(weight, k, acc * decay[:, None])
+    if FORM == 2:
+        acc_tail = dot(weight, rope, acc_tail * decay[:, None])
+    return new_top, total, acc, acc_tail
 
 
 @triton.jit
-def rotate(x, cos, sin, INVERSE: tl.constexpr):
-    """Interleaved RoPE of x [M, 64] fp32 by cos, sin [32] or [M, 32]; INVERSE rotates by the conjugate."""
+def fetch_bf16(base16, index, page_stride, offset, PAGE: tl.constexpr, D: tl.constexpr):
+    """Entries at index [N] (negative: zeros) of a bf16 pool -> their first 512 and last 64 columns."""
+    mask = (index >= 0)[:, None]
+    index = tl.maximum(index, 0)
+    row = tl.multiple_of(((index // PAGE).to(tl.int64) * page_stride + offset + (index % PAGE) * (2 * D)) // 2, 8)
+    k = tl.load(base16 + row[:, None] + tl.arange(0, 512)[None, :], mask=mask, other=0.0)
+    rope = tl.load(base16 + row[:, None] + (D - 64) + tl.arange(0, 64)[None, :], mask=mask, other=0.0)
+    return k, rope
+
+
+@triton.jit
+def attend_few(q, q_tail, top, total, acc, k, rope, visible, scale, FORM: tl.constexpr):
+    """One tile of N bf16 keys k [N, 512], rope [N, 64], with keys and columns on the left: acc fp32 [512, M]."""
+    M: tl.constexpr = q.shape[0]
+    N: tl.constexpr = k.shape[0]
+    score = dot(k, tl.trans(q), tl.zeros([N, M], tl.float32))
+    if FORM == 1:
+        score = dot(rope, tl.trans(q_tail), score)
+    score = tl.where(visible, score * scale, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 0))
+    decay = tl.exp2(top - new_top)
+    weight = tl.exp2(score - new_top[None, :])
+    total = total * decay + tl.sum(weight, 0)
+    acc = dot(tl.trans(k), weight.to(tl.bfloat16), acc * decay[None, :])
+    return new_top, total, acc
+
+
+@triton.jit
+def store_values(out_ptr, at, live, factor, acc, acc_tail, cos_ptr, sin_ptr, FORM: tl.constexpr, HAS_ROPE: tl.constexpr):
+    """Write acc [M, 512] times factor [M] to rows `at` [M] of 512; HAS_ROPE rotates the last 64 columns back first."""
+    start = out_ptr + at[:, None] * 512
+    mask = live[:, None]
+    kind = out_ptr.dtype.element_ty
+    column = tl.arange(0, 512)
+    value = acc * factor[:, None]
+    if FORM == 2:
+        tail = acc_tail * factor[:, None]
+        if HAS_ROPE:
+            tail = rotate_tail(tail, cos_ptr, sin_ptr, True)
+        tl.store(start + column[None, :], value.to(kind), mask=mask & (column < 448)[None, :])
+        tl.store(start + 448 + tl.arange(0, 64)[None, :], tail.to(kind), mask=mask)
+    else:
+        if HAS_ROPE:
+            value = rotate_tail(value, cos_ptr, sin_ptr, True)
+        tl.store(start + column[None, :], value.to(kind), mask=mask)
+
+
+@triton.jit
+def rotate_tail(x, cos_ptr, sin_ptr, INVERSE: tl.constexpr):
+    """RoPE on the last 64 columns of x fp32 [M, W], interleaved pairs, by cos, sin [32] at the pointers.
+
+    INVERSE rotates by the conjugate. The other columns stay.
+    """
     M: tl.constexpr = x.shape[0]
-    R: tl.constexpr = x.shape[1]
-    even, odd = tl.split(tl.reshape(x, [M, R // 2, 2]))
+    W: tl.constexpr = x.shape[1]
+    pair = tl.arange(0, W // 2) - (W // 2 - 32)
+    cos = tl.load(cos_ptr + pair, mask=pair >= 0, other=1.0)[None, :]
+    sin = tl.load(sin_ptr + pair, mask=pair >= 0, other=0.0)[None, :]
     if INVERSE:
         sin = -sin
-    return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [M, R])
+    even, odd = tl.split(tl.reshape(x, [M, W // 2, 2]))
+    return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [M, W])

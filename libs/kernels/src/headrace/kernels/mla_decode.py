@@ -10,7 +10,7 @@ import torch
 
 from headrace.kernels import tuning
 from headrace.kernels._triton import cdiv, processor_count, tl, triton
-from headrace.kernels.attention_core import LOG2E, NO_SCORE, attend
+from headrace.kernels.attention_core import LOG2E, NO_SCORE_, attend, attend_few, fetch, fetch_bf16, load_queries, store_values
 from headrace.kernels.kv_layouts import LAYOUT_IDS, PagedKV
 from headrace.kernels.sparse_attention import VALUE_DIM, _view, combine_splits
 
@@ -80,10 +80,10 @@ def mla_decode(
         partial = torch.empty(splits, batch * queries, heads, VALUE_DIM, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(splits, batch * queries, heads, dtype=torch.float32, device=q.device)
     _mla_decode_kernel[(row_blocks, splits, batch)](
-        q, kv.bytes, _view(kv, torch.bfloat16), _view(kv, torch.float32), block_table, seq_lens, partial, partial_lse,
+        q, _view(kv, torch.bfloat16), _view(kv, torch.int32), block_table, seq_lens, partial, partial_lse,
         batch, queries, heads, block_table.stride(0), tiles_per_split, scale * LOG2E, kv.page_stride, kv.offset,
         PAGE=kv.page_size, LAYOUT=LAYOUT_IDS[kv.layout], CAUSAL=causal, SPLIT=splits > 1,
-        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=config["STAGES"], num_warps=config["num_warps"],
+        FEW=config["FEW"], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=config["STAGES"], num_warps=config["num_warps"],
     )  # fmt: skip
     if splits > 1:
         combine_splits(partial, partial_lse, out.view(-1, heads, VALUE_DIM), lse.view(-1, heads))
@@ -92,9 +92,9 @@ def mla_decode(
 
 @triton.jit
 def _mla_decode_kernel(
-    q_ptr, kv8, kv16, kv32, table_ptr, length_ptr, out_ptr, lse_ptr,
+    q_ptr, kv16, kv32, table_ptr, length_ptr, out_ptr, lse_ptr,
     batch, queries, heads, table_stride, tiles_per_split, scale, page_stride, offset,
-    PAGE: tl.constexpr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr,
+    PAGE: tl.constexpr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr, FEW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # (query, head) pairs of this sequence
@@ -117,44 +117,48 @@ def _mla_decode_kernel(
     else:
         limit = length + row * 0
 
-    q_row = q_ptr + (b * rows + row)[:, None] * 576
-    q0 = tl.load(q_row + tl.arange(0, 256)[None, :], mask=live[:, None], other=0.0)
-    q1 = tl.load(q_row + 256 + tl.arange(0, 256)[None, :], mask=live[:, None], other=0.0)
-    q3 = tl.load(q_row + 512 + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0)
+    q, q_tail = load_queries(q_ptr, b * rows + row, live, 576)
     top = tl.full([BLOCK_M], NO_SCORE_, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc0 = tl.zeros([BLOCK_M, 256], tl.float32)
-    acc1 = tl.zeros([BLOCK_M, 256], tl.float32)
-    acc2 = tl.zeros([BLOCK_M, 64], tl.float32)
-    acc3 = tl.zeros([BLOCK_M, 64], tl.float32)
-    slot = tl.arange(0, BLOCK_N)
     table = table_ptr + b * table_stride
-    for tile in tl.range(begin, end, num_stages=STAGES):
-        first = tile * BLOCK_N
-        page = tl.load(table + first // PAGE).to(tl.int64)
-        key = first + slot
-        present = key < length
-        if LAYOUT == 0:
-            data = page * page_stride + offset + (first % PAGE + slot) * 1152
-            scales = data
-        else:
-            data = page * page_stride + offset + (first % PAGE + slot) * 656
-            scales = data + 512
-        visible = key[None, :] < limit[:, None]
-        top, total, acc0, acc1, acc2, acc3 = attend(
-            q0, q1, q3, q3, top, total, acc0, acc1, acc2, acc3,
-            kv8, kv16, kv32, data, scales, visible, present, scale, LAYOUT, True,
-        )  # fmt: skip
-    inverse = tl.where(total > 0, 1.0 / total, 0.0)
+    if FEW:
+        acc = tl.zeros([512, BLOCK_M], tl.float32)
+        for tile in tl.range(begin, end, num_stages=STAGES):
+            key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            index = _entries(table, tile, end, length, PAGE, BLOCK_N)
+            k, rope = fetch_bf16(kv16, index, page_stride, offset, PAGE, 576)
+            visible = key[:, None] < limit[None, :]
+            top, total, acc = attend_few(q, q_tail, top, total, acc, k, rope, visible, scale, 1)
+        acc = tl.trans(acc)
+    else:
+        acc = tl.zeros([BLOCK_M, 512], tl.float32)
+        index = _entries(table, begin, end, length, PAGE, BLOCK_N)
+        data, words, tail = fetch(kv32, index, page_stride, offset, PAGE, LAYOUT, 1)
+        following = _entries(table, begin + 1, end, length, PAGE, BLOCK_N)
+        for tile in tl.range(begin, end, num_stages=1):
+            key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            visible = key[None, :] < limit[:, None]
+            now, now_words, now_tail = data, words, tail
+            data, words, tail = fetch(kv32, following, page_stride, offset, PAGE, LAYOUT, 1)
+            following = _entries(table, tile + 2, end, length, PAGE, BLOCK_N)
+            top, total, acc, _ = attend(
+                q, q_tail, top, total, acc, top, now, now_words, now_tail, visible, scale, LAYOUT, 1
+            )
     lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
     if not SPLIT:
         lse = lse / LOG2E_
     tl.store(lse_ptr + at, lse, mask=live)
-    kind = out_ptr.dtype.element_ty
-    out_row = out_ptr + at[:, None] * 512
-    tl.store(out_row + tl.arange(0, 256)[None, :], (acc0 * inverse[:, None]).to(kind), mask=live[:, None])
-    tl.store(out_row + 256 + tl.arange(0, 256)[None, :], (acc1 * inverse[:, None]).to(kind), mask=live[:, None])
+    factor = tl.where(total > 0, 1.0 / total, 0.0)
+    store_values(out_ptr, at, live, factor, acc, acc, lse_ptr, lse_ptr, 1, False)
 
 
-NO_SCORE_ = tl.constexpr(NO_SCORE)
+@triton.jit
+def _entries(table, tile, end, length, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Entry indices of a tile, which lies in one page; -1 beyond the sequence and from tile `end` on."""
+    first = tile * BLOCK_N
+    page = tl.load(table + first // PAGE, mask=tile < end, other=0)
+    key = first + tl.arange(0, BLOCK_N)
+    return tl.where(key < tl.minimum(length, end * BLOCK_N), page * PAGE + first % PAGE + tl.arange(0, BLOCK_N), -1)
+
+
 LOG2E_ = tl.constexpr(LOG2E)

@@ -13,7 +13,7 @@ import torch
 
 from headrace.kernels import tuning
 from headrace.kernels._triton import cdiv, next_power_of_2, processor_count, tl, triton
-from headrace.kernels.attention_core import LOG2E, NO_SCORE, attend, entry_rows, rotate
+from headrace.kernels.attention_core import LOG2E, NO_SCORE_, attend, fetch, load_queries, rotate_tail, store_values
 from headrace.kernels.kv_layouts import LAYOUT_IDS, PagedKV
 
 VALUE_DIM = 512
@@ -73,6 +73,8 @@ def sparse_attention(
     rows, heads, dim = q.shape
     if dim != kv.dim or (extra_kv is not None and extra_kv.dim != dim):
         raise ValueError(f"q has {dim} columns, kv {kv.dim}, extra kv {extra_kv.dim if extra_kv else 'absent'}: must agree")
+    if scale <= 0:
+        raise ValueError(f"the softmax scale must be positive, got {scale}")
     q = q.contiguous()
     out = torch.empty(rows, heads, VALUE_DIM, dtype=torch.bfloat16, device=q.device) if out is None else out
     lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
@@ -94,15 +96,14 @@ def sparse_attention(
         partial_lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
     cos, sin = rope if rope is not None else (lse, lse)
     _sparse_attention_kernel[(rows * head_blocks, splits)](
-        q, kv.bytes, _view(kv, torch.bfloat16), _view(kv, torch.float32), indices,
-        extra.bytes, _view(extra, torch.bfloat16), _view(extra, torch.float32), extra_indices,
+        q, _view(kv, torch.int32), indices, _view(extra, torch.int32), extra_indices,
         sink if sink is not None else lse, cos, sin, partial, partial_lse,
         rows, heads, n, m, indices.stride(0), extra_indices.stride(0), tiles_per_split, scale * LOG2E,
         kv.page_stride, kv.offset, extra.page_stride, extra.offset,
-        D=dim, PAGE=kv.page_size, LAYOUT=LAYOUT_IDS[kv.layout], EXTRA_PAGE=extra.page_size,
+        D=dim, FORM=1 if dim == 576 else 2 if kv.layout == "v4_fp8" else 0,
+        PAGE=kv.page_size, LAYOUT=LAYOUT_IDS[kv.layout], EXTRA_PAGE=extra.page_size,
         EXTRA_LAYOUT=LAYOUT_IDS[extra.layout], HAS_EXTRA=m > 0, HAS_SINK=sink is not None, HAS_ROPE=rope is not None,
-        SPLIT=splits > 1, BLOCK_H=block_h, BLOCK_N=config["BLOCK_N"], STAGES=config["STAGES"],
-        num_warps=config["num_warps"],
+        SPLIT=splits > 1, BLOCK_H=block_h, BLOCK_N=config["BLOCK_N"], num_warps=config["num_warps"],
     )  # fmt: skip
     if splits > 1:
         combine_splits(partial, partial_lse, out, lse, sink, rope)
@@ -152,84 +153,87 @@ def _rotate_tail(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 @triton.jit
 def _sparse_attention_kernel(
-    q_ptr, kv8, kv16, kv32, index_ptr, extra8, extra16, extra32, extra_index_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, lse_ptr,
+    q_ptr, kv32, index_ptr, extra32, extra_index_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, lse_ptr,
     rows, heads, n, m, index_stride, extra_index_stride, tiles_per_split, scale,
     page_stride, offset, extra_page_stride, extra_offset,
-    D: tl.constexpr, PAGE: tl.constexpr, LAYOUT: tl.constexpr, EXTRA_PAGE: tl.constexpr, EXTRA_LAYOUT: tl.constexpr,
+    D: tl.constexpr, FORM: tl.constexpr,
+    PAGE: tl.constexpr, LAYOUT: tl.constexpr, EXTRA_PAGE: tl.constexpr, EXTRA_LAYOUT: tl.constexpr,
     HAS_EXTRA: tl.constexpr, HAS_SINK: tl.constexpr, HAS_ROPE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    WIDE: tl.constexpr = D == 576
-    W1: tl.constexpr = 256 if WIDE else 128
     head_blocks = tl.cdiv(heads, BLOCK_H)
     row = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     split = tl.program_id(1)
     live = head < heads
-
-    q_row = q_ptr + (row * heads + head)[:, None] * D
-    q0 = tl.load(q_row + tl.arange(0, 256)[None, :], mask=live[:, None], other=0.0)
-    q1 = tl.load(q_row + 256 + tl.arange(0, W1)[None, :], mask=live[:, None], other=0.0)
-    q2 = tl.load(q_row + 384 + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0)
-    q3 = tl.load(q_row + (D - 64) + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0)
+    cos_ptr += row * 32
+    sin_ptr += row * 32
+    q, q_tail = load_queries(q_ptr, row * heads + head, live, D)
     if HAS_ROPE:
-        cos = tl.load(cos_ptr + row * 32 + tl.arange(0, 32))[None, :]
-        sin = tl.load(sin_ptr + row * 32 + tl.arange(0, 32))[None, :]
-        q3 = rotate(q3.to(tl.float32), cos, sin, False).to(tl.bfloat16)
-
+        if FORM == 2:
+            q_tail = rotate_tail(q_tail.to(tl.float32), cos_ptr, sin_ptr, False).to(tl.bfloat16)
+        else:
+            q = rotate_tail(q.to(tl.float32), cos_ptr, sin_ptr, False).to(tl.bfloat16)
     top = tl.full([BLOCK_H], NO_SCORE_, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    acc0 = tl.zeros([BLOCK_H, 256], tl.float32)
-    acc1 = tl.zeros([BLOCK_H, W1], tl.float32)
-    acc2 = tl.zeros([BLOCK_H, 64], tl.float32)
-    acc3 = tl.zeros([BLOCK_H, 64], tl.float32)
-    slot = tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_H, 512], tl.float32)
+    acc_tail = tl.zeros([BLOCK_H, 64], tl.float32)
     first_tiles = tl.cdiv(n, BLOCK_N)
     begin = split * tiles_per_split
-    end = begin + tiles_per_split
-    for tile in tl.range(begin, tl.minimum(end, first_tiles), num_stages=STAGES):
-        at = tile * BLOCK_N + slot
-        index = tl.load(index_ptr + row * index_stride + at, mask=at < n, other=-1)
-        present = index >= 0
-        data, scales = entry_rows(tl.maximum(index, 0), page_stride, offset, PAGE, LAYOUT, D)
-        top, total, acc0, acc1, acc2, acc3 = attend(
-            q0, q1, q2, q3, top, total, acc0, acc1, acc2, acc3,
-            kv8, kv16, kv32, data, scales, present[None, :], present, scale, LAYOUT, WIDE,
-        )  # fmt: skip
+    end = tl.minimum(begin + tiles_per_split, first_tiles)
+    indices = index_ptr + row * index_stride
+    index = _load_index(indices, begin, end, n, BLOCK_N)
+    data, words, tail = fetch(kv32, index, page_stride, offset, PAGE, LAYOUT, FORM)
+    following = _load_index(indices, begin + 1, end, n, BLOCK_N)
+    for tile in tl.range(begin, end, num_stages=1):
+        visible = (index >= 0)[None, :]
+        now, now_words, now_tail = data, words, tail
+        index = following
+        data, words, tail = fetch(kv32, index, page_stride, offset, PAGE, LAYOUT, FORM)
+        following = _load_index(indices, tile + 2, end, n, BLOCK_N)
+        top, total, acc, acc_tail = attend(
+            q, q_tail, top, total, acc, acc_tail, now, now_words, now_tail, visible, scale, LAYOUT, FORM
+        )
     if HAS_EXTRA:
-        last = tl.minimum(end - first_tiles, tl.cdiv(m, BLOCK_N))
-        for tile in tl.range(tl.maximum(begin - first_tiles, 0), last, num_stages=STAGES):
-            at = tile * BLOCK_N + slot
-            index = tl.load(extra_index_ptr + row * extra_index_stride + at, mask=at < m, other=-1)
-            present = index >= 0
-            data, scales = entry_rows(tl.maximum(index, 0), extra_page_stride, extra_offset, EXTRA_PAGE, EXTRA_LAYOUT, D)
-            top, total, acc0, acc1, acc2, acc3 = attend(
-                q0, q1, q2, q3, top, total, acc0, acc1, acc2, acc3,
-                extra8, extra16, extra32, data, scales, present[None, :], present, scale, EXTRA_LAYOUT, WIDE,
-            )  # fmt: skip
+        begin = tl.maximum(begin - first_tiles, 0)
+        end = tl.minimum((split + 1) * tiles_per_split - first_tiles, tl.cdiv(m, BLOCK_N))
+        indices = extra_index_ptr + row * extra_index_stride
+        index = _load_index(indices, begin, end, m, BLOCK_N)
+        data, words, tail = fetch(
+            extra32, index, extra_page_stride, extra_offset, EXTRA_PAGE, EXTRA_LAYOUT, FORM
+        )
+        following = _load_index(indices, begin + 1, end, m, BLOCK_N)
+        for tile in tl.range(begin, end, num_stages=1):
+            visible = (index >= 0)[None, :]
+            now, now_words, now_tail = data, words, tail
+            index = following
+            data, words, tail = fetch(
+                extra32, index, extra_page_stride, extra_offset, EXTRA_PAGE, EXTRA_LAYOUT, FORM
+            )
+            following = _load_index(indices, tile + 2, end, m, BLOCK_N)
+            top, total, acc, acc_tail = attend(
+                q, q_tail, top, total, acc, acc_tail, now, now_words, now_tail, visible, scale, EXTRA_LAYOUT, FORM
+            )
 
     lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
     denominator = total
-    if HAS_SINK and not SPLIT:
-        sink = tl.load(sink_ptr + head, mask=live, other=0.0) * LOG2E_
-        denominator += tl.exp2(sink - top)
-    inverse = tl.where(denominator > 0, 1.0 / denominator, 0.0)
-    acc3 *= inverse[:, None]
-    if HAS_ROPE and not SPLIT:
-        acc3 = rotate(acc3, cos, sin, True)
+    at = row * heads + head
     if SPLIT:
-        at = (split.to(tl.int64) * rows + row) * heads + head
-        tl.store(lse_ptr + at, lse, mask=live)
+        at += split.to(tl.int64) * rows * heads
     else:
-        at = row * heads + head
-        tl.store(lse_ptr + at, lse / LOG2E_, mask=live)
-    out_row = out_ptr + at[:, None] * 512
-    kind = out_ptr.dtype.element_ty
-    tl.store(out_row + tl.arange(0, 256)[None, :], (acc0 * inverse[:, None]).to(kind), mask=live[:, None])
-    tl.store(out_row + 256 + tl.arange(0, W1)[None, :], (acc1 * inverse[:, None]).to(kind), mask=live[:, None])
-    if not WIDE:
-        tl.store(out_row + 384 + tl.arange(0, 64)[None, :], (acc2 * inverse[:, None]).to(kind), mask=live[:, None])
-        tl.store(out_row + 448 + tl.arange(0, 64)[None, :], acc3.to(kind), mask=live[:, None])
+        lse = lse / LOG2E_
+        if HAS_SINK:
+            denominator += tl.exp2(tl.load(sink_ptr + head, mask=live, other=0.0) * LOG2E_ - top)
+    tl.store(lse_ptr + at, lse, mask=live)
+    factor = tl.where(denominator > 0, 1.0 / denominator, 0.0)
+    store_values(out_ptr, at, live, factor, acc, acc_tail, cos_ptr, sin_ptr, FORM, HAS_ROPE and not SPLIT)
+
+
+@triton.jit
+def _load_index(indices, tile, end, count, BLOCK_N: tl.constexpr):
+    """Entry indices of a tile, -1 beyond the list and from tile `end` on."""
+    at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    return tl.load(indices + at, mask=at < tl.minimum(count, end * BLOCK_N), other=-1)
 
 
 @triton.jit
@@ -258,15 +262,10 @@ def _combine_kernel(
         denominator += tl.exp2(tl.load(sink_ptr + head, mask=live, other=0.0) * LOG2E_ - top)
     body *= tl.where(denominator > 0, 1.0 / denominator, 0.0)[:, None]
     if HAS_ROPE:
-        pair = tl.arange(0, 256)
-        tail = pair >= 224
-        cos = tl.load(cos_ptr + row * 32 + pair - 224, mask=tail, other=1.0)[None, :]
-        sin = tl.load(sin_ptr + row * 32 + pair - 224, mask=tail, other=0.0)[None, :]
-        body = rotate(body, cos, sin, True)
+        body = rotate_tail(body, cos_ptr + row * 32, sin_ptr + row * 32, True)
     at = row * heads + head
     tl.store(lse_ptr + at, lse / LOG2E_, mask=live)
     tl.store(out_ptr + at[:, None] * 512 + tl.arange(0, 512)[None, :], body.to(tl.bfloat16), mask=live[:, None])
 
 
-NO_SCORE_ = tl.constexpr(NO_SCORE)
 LOG2E_ = tl.constexpr(LOG2E)

@@ -23,26 +23,29 @@ def grid(**axes: tuple) -> list[dict]:
 def candidates(case: Case) -> tuple[str, list[dict]] | None:
     """(name of the function in `tuning`, configurations worth trying for this case)."""
     if case.op == "sparse_attention":
-        return "sparse_attention", grid(BLOCK_N=(32, 64), STAGES=(1, 2, 3), num_warps=(4, 8)) + [
-            {"BLOCK_N": 128, "STAGES": 1, "num_warps": 8},
-            {"BLOCK_N": 64, "STAGES": 2, "num_warps": 16},
-        ]
+        return "sparse_attention", grid(BLOCK_N=(32, 64), num_warps=(8,))
     if case.op == "mla_decode":
-        return "mla_decode", grid(BLOCK_M=(64,), BLOCK_N=(64,), STAGES=(2,), WAVES=(1, 2, 4, 8), num_warps=(8,)) + grid(
-            BLOCK_M=(16, 64), BLOCK_N=(32,), STAGES=(2, 3, 4), WAVES=(2, 4), num_warps=(4, 8)
-        )
+        few = grid(FEW=(1,), BLOCK_M=(16,), BLOCK_N=(64,), STAGES=(1, 2, 3), WAVES=(4, 8), num_warps=(4, 8))
+        wide = grid(FEW=(0,), BLOCK_M=(64,), BLOCK_N=(32, 64), STAGES=(1,), WAVES=(2, 4, 8), num_warps=(8,))
+        return "mla_decode", few if "16 heads" in case.name else wide
     if case.op == "mla_prefill":
         return "mla_prefill", grid(BLOCK_M=(128,), BLOCK_N=(64, 128), STAGES=(2, 3), num_warps=(4, 8))
     if case.op.startswith(("gemm_fp8", "grouped_gemm_fp8")):
         narrow = case.ceiling == "copy"
         if not narrow:
-            tiles = [(128, 128, 1, 8), (128, 256, 2, 8), (256, 128, 2, 8), (128, 128, 2, 4), (64, 256, 2, 4), (64, 128, 1, 4)]
+            tiles = [(128, 128, 1, 4, 1), (128, 256, 2, 4, 1), (256, 128, 2, 4, 1), (128, 256, 2, 8, 0), (64, 128, 1, 4, 0)]
             return "gemm_fp8", [
-                {"NARROW": 0, "BLOCK_M": m, "BLOCK_N": n, "HALVES": h, "num_warps": w, "GROUP_M": g, "STAGES": s}
-                for (m, n, h, w), g, s in itertools.product(tiles, (8, 16), (3, 4))
+                {"NARROW": 0, "BLOCK_M": m, "BLOCK_N": n, "HALVES": h, "num_warps": w, "WS": ws, "GROUP_M": g, "STAGES": s}
+                for (m, n, h, w, ws), g, s in itertools.product(tiles, (8, 16), (3, 4, 5))
             ]
         rows = 16 if case.name.startswith("1x") else 64 if "x" in case.name.split(",")[0] else 0
-        blocks = (rows,) if rows else (32, 64) if "~20" in case.name else (128, 256)
+        if "~98" in case.name or "~202" in case.name:
+            wide = {"NARROW": 0, "HALVES": 1, "num_warps": 4, "GROUP_M": 1}
+            return "gemm_fp8", [
+                wide | {"BLOCK_M": m, "BLOCK_N": 128, "WS": ws, "STAGES": s}
+                for (m, ws), s in itertools.product([(128, 1), (64, 0), (128, 0)], (3, 4, 5))
+            ] + grid(NARROW=(1,), BLOCK_M=(64, 128, 256), BLOCK_N=(64, 128), WAVES=(1,), STAGES=(3, 4), num_warps=(4, 8))
+        blocks = (rows,) if rows else (32, 64)
         return "gemm_fp8", grid(
             NARROW=(1,), BLOCK_M=blocks, BLOCK_N=(64, 128), WAVES=(1, 2, 4), STAGES=(3, 4, 6), num_warps=(4, 8)
         )

@@ -8,14 +8,18 @@ from headrace.kernels._triton import INTERPRETED
 
 def sparse_attention(layout: str, dim: int) -> dict[str, int]:
     if INTERPRETED:
-        return {"BLOCK_N": 16, "STAGES": 1, "num_warps": 4}
-    return {"BLOCK_N": 64, "STAGES": 2, "num_warps": 8}
+        return {"BLOCK_N": 16, "num_warps": 4}
+    return {"BLOCK_N": 64, "num_warps": 8}
 
 
 def mla_decode(layout: str, rows: int) -> dict[str, int]:
+    """FEW: keys on the left of the product, for fewer than 64 query rows of a bf16 cache."""
+    few = int(layout == "bf16" and rows <= 32)
     if INTERPRETED:
-        return {"BLOCK_M": 16, "BLOCK_N": 16, "STAGES": 1, "WAVES": 2, "num_warps": 4}
-    return {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 2, "WAVES": 4, "num_warps": 8}
+        return {"FEW": few, "BLOCK_M": 16, "BLOCK_N": 16, "STAGES": 1, "WAVES": 2, "num_warps": 4}
+    if few:
+        return {"FEW": 1, "BLOCK_M": 16 if rows <= 16 else 32, "BLOCK_N": 64, "STAGES": 1, "WAVES": 8, "num_warps": 4}
+    return {"FEW": 0, "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 1, "WAVES": 8, "num_warps": 8}
 
 
 def mla_prefill() -> dict[str, int]:

@@ -32,7 +32,7 @@ def cases() -> Iterator[Case]:
 
     for layout in ("bf16", "v32_fp8"):
         for invariant in (False, True):
-            yield dense("small", layout, [0, 5, 70, 1], 2, 12, 32, invariant)
+            yield dense("small", layout, [0, 5, 130, 1], 2, 20 if invariant else 12, 64, invariant)
             yield dense("full", layout, [0, 5, 700, 1, 4097, 64], 2, 12, 64, invariant)
     yield dense("full", "bf16", [1000, 3000], 1, 128, 128, False)
     shapes = [(128, 1, 4096), (128, 1, 16384), (128, 2, 4096), (128, 2, 16384), (16, 1, 8192), (64, 1, 8192)]
