@@ -221,7 +221,7 @@ class Indexer(nn.Module):
     def queries(self, u: torch.Tensor, qr: torch.Tensor, phases: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, d], [T, q_lora_rank] -> queries [T, H, DI] after RoPE, head weights [T, H] fp32."""
         heads, dim = self.config.index_n_heads, self.config.index_head_dim
-        q = rotate(self.wq_b(qr).unflatten(1, (heads, dim)), phases)
+        q = rotate(self.wq_b(qr).view(-1, heads, dim), phases)
         return q, self.weights_proj(u).float() * (dim**-0.5 * heads**-0.5)
 
     def select(self, layer: int, u: torch.Tensor, qr: torch.Tensor, phases: torch.Tensor, shared: Pass) -> torch.Tensor:
@@ -246,10 +246,9 @@ class Indexer(nn.Module):
                       shared: Pass) -> torch.Tensor:
         c = self.config
         keys = shared.index_keys(c.kv_owner(layer), group)
-        shape = (group.segments, group.length)
-        q = q[group.begin : group.end].unflatten(0, shape)
-        weights = weights[group.begin : group.end].unflatten(0, shape)
-        seen = visible[group.begin : group.end].unflatten(0, shape)
+        part, shape = slice(group.begin, group.end), (group.segments, group.length)
+        q = q[part].view(*shape, *q.shape[1:])
+        weights, seen = weights[part].view(*shape, -1), visible[part].view(shape)
         step = max(1, SCORE_ELEMENTS // (group.segments * c.index_n_heads * keys.shape[1]))
         chosen, candidates = [], []
         allowed = shared.candidates.get(group.begin) if c.uses_candidates(layer) else None
@@ -260,11 +259,11 @@ class Indexer(nn.Module):
             scores = scores.masked_fill_(entry >= seen[:, part, None], -torch.inf).flatten(0, 1)
             if layer == c.candidate_source_layer_id:
                 blocks = candidate_blocks(scores, seen[:, part].flatten(), c.candidate_topk_blocks, c.candidate_block_size)
-                candidates.append(blocks.unflatten(0, (group.segments, -1)))
+                candidates.append(blocks.view(group.segments, -1, blocks.shape[1]))
             if allowed is not None:
                 blocks = allowed[:, part].flatten(0, 1).repeat_interleave(c.candidate_block_size, dim=1)
                 scores = scores.masked_fill_(~blocks[:, : scores.shape[1]], -torch.inf)
-            chosen.append(_ascending(scores, c.index_topk).unflatten(0, (group.segments, -1)))
+            chosen.append(_ascending(scores, c.index_topk).view(group.segments, -1, c.index_topk))
         if candidates:
             shared.candidates[group.begin] = torch.cat(candidates, dim=1)
         return torch.cat(chosen, dim=1).flatten(0, 1)
@@ -307,7 +306,7 @@ class Attention(nn.Module):
         """
         c, count = self.config, shared.rows.count
         qr = self.q_norm(self.wq_a(u))
-        q = rotate(self.wq_b(qr).unflatten(1, (c.num_attention_heads, c.head_dim)), phases)
+        q = rotate(self.wq_b(qr).view(-1, c.num_attention_heads, c.head_dim), phases)
         kv = rotate(self.kv_norm(self.wkv(u)), phases)
         if self.selects:
             shared.selection[self.layer] = self.indexer.select(self.layer, u, qr, phases, shared)
@@ -331,8 +330,8 @@ class Attention(nn.Module):
     def _project(self, attended: torch.Tensor) -> torch.Tensor:
         """Low-rank output: per group of heads, then all groups. [T, H, D] -> [T, d]."""
         c = self.config
-        grouped = attended.flatten(1).unflatten(1, (c.o_groups, -1)).transpose(0, 1)  # [G, T, H / G * D]
-        weight = self.wo_a.weight.unflatten(0, (c.o_groups, -1)).transpose(1, 2)
+        grouped = attended.view(attended.shape[0], c.o_groups, -1).transpose(0, 1)  # [G, T, H / G * D]
+        weight = self.wo_a.weight.view(c.o_groups, c.o_lora_rank, -1).transpose(1, 2)
         if self.tile and grouped.shape[1] > self.tile:
             low = torch.cat([torch.bmm(part, weight) for part in grouped.split(self.tile, dim=1)], dim=1)
         else:

@@ -53,12 +53,19 @@ class RecordCodec(Codec):
 
     def __init__(self, dim: int, kind: str) -> None:
         super().__init__(dim)
+        self.kind = kind
         self.encode = getattr(formats, f"pack_{kind}_record")
         self.decode = getattr(formats, f"unpack_{kind}_record")
         self.entry_bytes = {"window": dim + dim // 32, "main": dim // 2 + dim // 16, "index": dim // 2 + dim // 32}[kind]
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
-        return self.decode(self.encode(values)).to(values.dtype)
+        match self.kind:  # the same as decode(encode(values)), without building records
+            case "window":
+                return formats.dequantize_fp8_ue8m0(*formats.quantize_fp8_ue8m0(values, 32), 32, values.dtype)
+            case "main":
+                return formats.dequantize_fp4_e4m3(*formats.quantize_fp4_e4m3(values, 16), 16, values.dtype)
+            case _:
+                return formats.dequantize_fp4_ue8m0(*formats.quantize_fp4_ue8m0(values, 32), 32, values.dtype)
 
 
 @dataclass(frozen=True, slots=True)

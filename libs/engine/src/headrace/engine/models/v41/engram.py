@@ -177,7 +177,7 @@ class Engram(nn.Module):
     def update(self, streams: torch.Tensor, memory: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
         """memory [T, hashes * head_dim]: the rows' embeddings."""
         projected = self.wkv(memory).float()
-        key, value = projected[:, : self.hc * self.d].unflatten(1, (self.hc, self.d)), projected[:, self.hc * self.d :]
+        key, value = projected[:, : self.hc * self.d].view(-1, self.hc, self.d), projected[:, self.hc * self.d :]
         x = streams.float()
         dot = (x * (self.q_weight.float() * self.k_weight.float()) * key).sum(-1, keepdim=True)
         dot = dot * inverse_rms(x, self.eps) * inverse_rms(key, self.eps) * self.d**-0.5

@@ -105,11 +105,11 @@ class RopeTable:
 
 
 def rotate(x: torch.Tensor, phases: torch.Tensor) -> torch.Tensor:
-    """Rotate the last RD channels of x [T, ..., D] by complex phases [T, RD / 2], adjacent pairs, in place for fp32."""
+    """Rotate the last RD channels of x [T, D] or [T, H, D] by complex phases [T, RD / 2], adjacent pairs, in place for fp32."""
     rope_dim = 2 * phases.shape[-1]
-    phases = phases.view(phases.shape[0], *([1] * (x.dim() - 2)), -1)
+    phases = phases.unsqueeze(1) if x.dim() == 3 else phases
     tail = x[..., x.shape[-1] - rope_dim :]
-    pairs = tail.unflatten(-1, (-1, 2))
+    pairs = tail.view(*tail.shape[:-1], rope_dim // 2, 2)
     if x.dtype == torch.float32:
         torch.view_as_complex(pairs).mul_(phases)
         return x
@@ -131,34 +131,50 @@ def mix(
     hc, eps = config.hc_mult, config.hc_eps
     x = streams.flatten(1).float()
     projected = linear(x, fn, tile) * inverse_rms(x, config.rms_norm_eps)
-    spread = torch.cat([scale[:1].expand(hc), scale[1:2].expand(hc), scale[2:].expand(hc * hc)])
-    z = torch.addcmul(base, projected, spread)
-    pre = torch.sigmoid(z[:, :hc]) + eps
-    post = 2 * torch.sigmoid(z[:, hc : 2 * hc])
-    return pre, post, sinkhorn(z[:, 2 * hc :].unflatten(-1, (hc, hc)), config.hc_sinkhorn_iters, eps)
+    z = torch.addcmul(base, projected, scale.index_select(0, _scale_of_mix(hc, scale.device)))
+    gates = torch.sigmoid(z[:, : 2 * hc])
+    pre, post = gates[:, :hc] + eps, gates[:, hc:] * 2
+    return pre, post, sinkhorn(z[:, 2 * hc :].reshape(-1, hc, hc), config.hc_sinkhorn_iters, eps)
+
+
+@lru_cache
+def _scale_of_mix(hc: int, device: torch.device) -> torch.Tensor:
+    """Which of the three scales each coefficient has: hc of pre, hc of post, hc^2 of comb."""
+    with torch.inference_mode(False):
+        return torch.tensor([0] * hc + [1] * hc + [2] * hc * hc, device=device)
 
 
 def sinkhorn(z: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """Softmax over rows, then alternate column and row normalisation, columns last. [T, n, n] -> [T, n, n].
 
-    Matrices are kept flat as [T, n * n]: one product with a constant 0/1 matrix gives every element the sum of its row or
-    column plus eps, which is two small operations a pass instead of three, and mixes of small models are bound by operations.
+    Matrices are kept flat with a constant 1 behind them, [T, n * n + 1]: one product with a constant matrix then gives every
+    element the sum of its row or column plus eps. Small models are bound by the number of operations, and this is two a pass.
     """
     n = z.shape[-1]
-    rows, columns, floor = _summing_matrices(n, eps, z.device)
-    c = (torch.softmax(z, dim=-1) + eps).flatten(1)
-    c = c / torch.addmm(floor, c, columns)
-    for _ in range(iterations - 1):
-        c = c / torch.addmm(floor, c, rows)
-        c = c / torch.addmm(floor, c, columns)
-    return c.unflatten(-1, (n, n))
+    rows, columns = _summing_matrices(n, eps, z.device)
+    c = torch.nn.functional.pad((torch.softmax(z, dim=-1) + eps).flatten(1), (0, 1), value=1.0)
+    sums = scratch = None
+    if not torch.is_grad_enabled():
+        sums, scratch = torch.empty_like(c), c
+    for step in range(2 * iterations - 1):
+        sums = torch.mm(c, rows if step % 2 else columns, out=sums)
+        c = torch.div(c, sums, out=scratch)
+        if scratch is None:
+            sums = None
+    return c[:, :-1].reshape(-1, n, n)
 
 
 @lru_cache
-def _summing_matrices(n: int, eps: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _summing_matrices(n: int, eps: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two [n * n + 1, n * n + 1] matrices: sums over rows, over columns; the last column stays 1."""
     with torch.inference_mode(False):
         one, ones = torch.eye(n, device=device), torch.ones(n, n, device=device)
-        return torch.kron(one, ones), torch.kron(ones, one), torch.full((n * n,), eps, device=device)
+        result = []
+        for sums in (torch.kron(one, ones), torch.kron(ones, one)):
+            matrix = torch.zeros(n * n + 1, n * n + 1, device=device)
+            matrix[:-1, :-1], matrix[-1, :-1], matrix[-1, -1] = sums, eps, 1.0
+            result.append(matrix)
+        return result[0], result[1]
 
 
 def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ class MoE(nn.Module):
         spread[:, self.experts] = 1.0
         wide = linear(x, self.w_in.flatten(0, 2), self.tile)
         hidden = self._activate(wide[:, : every * self.inter], wide[:, every * self.inter :])
-        hidden = (hidden.unflatten(1, (every, self.inter)) * spread.unsqueeze(-1)).flatten(1).to(x.dtype)
+        hidden = (hidden.view(rows, every, self.inter) * spread.unsqueeze(-1)).view(rows, -1).to(x.dtype)
         return linear(hidden, self.w_out.flatten(1), self.tile)
 
     def _grouped(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
