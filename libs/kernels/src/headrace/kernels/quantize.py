@@ -12,16 +12,12 @@ Shapes: D is the quantised (last) dimension; a scale covers `group` consecutive 
 """
 
 import torch
-from torch.nn import functional as F
 
 FP8_MAX = 448.0
 FP4_MAX = 6.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E4M3_MIN_SUBNORMAL = 2.0**-9
 
-_NIBBLES = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), dtype=torch.float32)
-# byte -> (even column, odd column): one row look-up decodes two values.
-_E2M1_PAIRS = torch.stack([_NIBBLES.repeat(16), _NIBBLES.repeat_interleave(16)], dim=-1)  # [256, 2]
 _UE8M0_VALUES = torch.exp2(torch.arange(256, dtype=torch.float64) - 127).float()
 _UE8M0_VALUES[255] = float("nan")
 _E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -199,8 +195,20 @@ def _scale_e2m1(
 ) -> torch.Tensor:
     if packed.shape[-1] * 2 != scale.shape[-1] * group:
         raise ValueError(f"{packed.shape[-1]} packed bytes need {packed.shape[-1] * 2 // group} scales, got {scale.shape[-1]}")
-    values = F.embedding(packed.int(), _on(_E2M1_PAIRS, packed.device)).flatten(-2).unflatten(-1, (-1, group))
-    return (values * _look_up(table, scale).unsqueeze(-1)).flatten(-2).to(dtype)
+    values = _decode_e2m1(packed.contiguous()).float().view(*scale.shape, group)
+    return values.mul_((_look_up(table, scale) * 2.0**14).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def _decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., D / 2] -> float16 [..., D] holding 2^-14 times the values.
+
+    A code's two exponent bits and its mantissa bit, put where half precision keeps the low exponent bits and the high mantissa
+    bit, are its value times 2^-14, subnormals included. Both nibbles of a byte are moved at once, as halves of an int32.
+    """
+    pair = packed.int()
+    pair = pair.bitwise_or(pair << 12).bitwise_and_(0x000F000F)
+    sign = pair.bitwise_and(0x00080008).bitwise_left_shift_(12)
+    return pair.bitwise_and_(0x00070007).bitwise_left_shift_(9).bitwise_or_(sign).view(torch.float16)
 
 
 def _look_up(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
