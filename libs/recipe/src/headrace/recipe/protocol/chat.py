@@ -312,10 +312,10 @@ def _convert(request: ChatRequest, options: ConversionOptions, fields: OpenField
     messages = _messages(request, version, options)
     absent = common.fill_reasoning(messages, thinking, options, "reasoning_content", bool(request.tools))
     conversation.messages = [m for m in messages if m.role != "system" or m.content]
-    _check_prefix_place(request)
+    _check_prefix_place(conversation.messages)
     _check_json_word(request)
     _set_tools(conversation, request)
-    _check_prefix_use(request)
+    _check_prefix_use(conversation.messages, request)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     common.check_stops(stops, "stop", single=isinstance(request.stop, str))
     if request.stream_options is not None and not request.stream:
@@ -339,7 +339,7 @@ def _convert(request: ChatRequest, options: ConversionOptions, fields: OpenField
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         output_constraint=common.output_constraint(conversation, schema),
         extras=extras,
-        reasoning_absent=absent,
+        reasoning_absent=common.positions(conversation.messages, absent),
     )
 
 
@@ -407,16 +407,16 @@ def _results(
     return results
 
 
-def _check_prefix_place(request: ChatRequest) -> None:
+def _check_prefix_place(messages: list[Message]) -> None:
     """Only the last message may be a prefix."""
-    if any(getattr(item, "prefix", None) for item in request.messages[:-1]):
+    if any(message.prefix for message in messages[:-1]):
         raise RecipeError("Invalid completion message: prefix set true with message which is not final message or "
                           "message role is not assistant")
 
 
-def _check_prefix_use(request: ChatRequest) -> None:
+def _check_prefix_use(messages: list[Message], request: ChatRequest) -> None:
     """A prefix goes neither with tools nor with JSON output."""
-    if not getattr(request.messages[-1], "prefix", None):
+    if not (messages and messages[-1].prefix):
         return
     if isinstance(request.response_format, JsonObjectFormat):
         raise RecipeError("response_format json_object should not be used with prefix")

@@ -299,22 +299,28 @@ def image_source(url: str, detail: ImageDetail | None, path: str, field: str = "
 
 def fill_reasoning(
     messages: list[Message], thinking: bool, options: ConversionOptions, field: str, has_tools: bool
-) -> frozenset[int]:
+) -> list[Message]:
     """Give assistant turns without reasoning an empty one in thinking mode, take it from all otherwise.
 
-    Returns the indexes of the turns that came without. With `reasoning_content="reject"`, refuse when a turn after the
-    last user message lacks it where tools are declared or that turn calls some.
+    Returns the turns that came without. With `reasoning_content="reject"`, refuse when a turn after the last user
+    message lacks it where tools are declared or that turn calls some.
     """
     assistants = [(i, m) for i, m in enumerate(messages) if m.role == "assistant"]
     if not thinking:
         for _, message in assistants:
             message.reasoning_content = None
-        return frozenset()
-    absent = frozenset(i for i, m in assistants if m.reasoning_content is None)
+        return []
+    absent = [(i, m) for i, m in assistants if m.reasoning_content is None]
     if options.reasoning_content == "reject":
         last_user = max((i for i, m in enumerate(messages) if m.role == "user"), default=-1)
-        if any(i in absent and i > last_user and (has_tools or m.tool_calls) for i, m in assistants):
+        if any(i > last_user and (has_tools or m.tool_calls) for i, m in absent):
             raise RecipeError(f"The `{field}` in the thinking mode must be passed back to the API.")
-    for index in absent:
-        messages[index].reasoning_content = ""
-    return absent
+    for _, message in absent:
+        message.reasoning_content = ""
+    return [message for _, message in absent]
+
+
+def positions(messages: list[Message], some: list[Message]) -> frozenset[int]:
+    """Where `some` of the messages stand."""
+    wanted = set(map(id, some))
+    return frozenset(index for index, message in enumerate(messages) if id(message) in wanted)

@@ -66,7 +66,7 @@ class ServerToolUseBlock(msgspec.Struct):
 
 class SearchResultBlock(msgspec.Struct):
     tool_use_id: str
-    content: Any = None
+    content: Any
 
 
 class ReferenceBlock(msgspec.Struct):
@@ -134,8 +134,8 @@ def _tool(value: Any) -> Any:
     """A server tool when it has a type, a client tool otherwise."""
     if not isinstance(value, dict):
         raise Misfit("missing field `name`")
-    if isinstance(value.get("type"), str):
-        return ServerTool(value["type"], reader(str)(value.get("name", "")))
+    if value.get("type") is not None:
+        return ServerTool(reader(str)(value["type"]), reader(str)(value.get("name", "")))
     if "name" not in value:
         raise Misfit("missing field `name`")
     found = {}
@@ -226,9 +226,10 @@ def _convert(request: MessagesRequest, options: ConversionOptions, fields: OpenF
     tools, dropped = _declared_tools(request, options, version)
     if not request.messages:
         raise RecipeError("messages: at least one message is required")
-    messages = _Reader(version, options, tools, isinstance(request.tool_choice, NoneChoice)).read(request.messages)
+    messages = _Reader(version, options, tools).read(request.messages)
     absent = common.fill_reasoning(messages, thinking, options, "content[].thinking", bool(tools))
     _set_tools(conversation, request, tools, dropped)
+    messages = _shown_additions(messages, {tool.name for tool in conversation.tools})
     system = _system(request.system)
     conversation.messages = messages if system is None else [Message("system", system), *messages]
     stops = request.stop_sequences or []
@@ -245,7 +246,7 @@ def _convert(request: MessagesRequest, options: ConversionOptions, fields: OpenF
         include_usage=True,
         output_constraint=common.output_constraint(conversation, None),
         extras=open_extras(fields),
-        reasoning_absent=frozenset(i + (system is not None) for i in absent),
+        reasoning_absent=common.positions(conversation.messages, absent),
     )
 
 
@@ -293,6 +294,18 @@ def _set_tools(
     conversation.tools, conversation.tool_choice = common.choose_tools(tools, "auto", named, conversation.thinking_mode)
 
 
+def _shown_additions(messages: list[Message], names: set[str]) -> list[Message]:
+    """Schemas that arrive in the middle, those that the tool choice left; a message of nothing else goes with them."""
+    result = []
+    for message in messages:
+        if message.tools is not None:
+            message.tools = [tool for tool in message.tools if tool.name in names] or None
+            if message.tools is None and not message.content:
+                continue
+        result.append(message)
+    return result
+
+
 def _join(texts: list[str]) -> str:
     """Texts with blank lines between, none before the first that is not empty."""
     result = ""
@@ -304,12 +317,11 @@ def _join(texts: list[str]) -> str:
 class _Reader:
     """Reads the messages in order, with the calls that still wait for their results."""
 
-    def __init__(self, version: str, options: ConversionOptions, tools: list[ToolDefinition], tools_off: bool):
+    def __init__(self, version: str, options: ConversionOptions, tools: list[ToolDefinition]):
         self.version = version
         self.token = options.special_tokens.image
         self.drops_search = options.messages_web_search == "drop"
         self.tools = {tool.name: tool for tool in tools}
-        self.tools_off = tools_off
         self.waiting: list[str] = []
         self.known: set[str] = set()  # calls of the last assistant turn
         self.messages: list[Message] = []
@@ -396,7 +408,7 @@ class _Reader:
                                       f"`tool_addition` references unknown tool '{block.tool.name}'")
             else:
                 self._part(content, block, f"messages.{index}.content[{position}]", f"messages.{index}")
-        message = content.fill(Message("system", tools=None if self.tools_off else added or None))
+        message = content.fill(Message("system", tools=added or None))
         if self.version != "v4":
             self.messages.append(message)
         elif message.content:
@@ -416,7 +428,7 @@ class _Reader:
             self._part(content, block, place, place)
             self.messages.append(content.fill(Message("user")))
         self.known = set()
-        if added and self.version != "v4" and not self.tools_off:
+        if added and self.version != "v4":
             self.messages.append(Message("system", tools=added))
 
     def _result(
@@ -459,7 +471,8 @@ class _Reader:
 
 
 def _document(block: DocumentBlock) -> str:
-    return f"[Unsupported document type: {block.source.media_type or 'unknown'}]"
+    media_type = block.source.media_type
+    return f"[Unsupported document type: {'unknown' if media_type is None else media_type}]"
 
 
 def _image(block: ImageBlock, place: str, path: str) -> ImageSource:

@@ -302,7 +302,7 @@ def _convert(request: ResponsesRequest, options: ConversionOptions, fields: Open
     _check_json_word(request, messages)
     conversation.messages = messages
     schema = _set_format(conversation, request)
-    _check_strict(conversation, request)
+    _check_strict(conversation)
     sampling = _sampling(request, thinking, options, fields)
     common.resolve_sampling(sampling, version, thinking, conversation.tools_active, options)
     return ParsedRequest(
@@ -319,7 +319,7 @@ def _convert(request: ResponsesRequest, options: ConversionOptions, fields: Open
         echo=echo(request),
         namespaces=namespaces,
         custom_tools=frozenset([APPLY_PATCH] if any(isinstance(t, CustomTool) for t in request.tools or ()) else []),
-        reasoning_absent=absent,
+        reasoning_absent=common.positions(messages, absent),
     )
 
 
@@ -335,7 +335,8 @@ class _Reader:
         self.rejects_search = options.responses_web_search == "reject"
         self.messages: list[Message] = []
         self.open: Message | None = None  # the assistant message in the making
-        self.wanted: list[str] = []  # calls whose results must follow
+        self.group: Message | None = None  # the assistant message whose calls want results
+        self.wanted: list[str] = []  # those calls
         self.results: dict[str, Message] = {}
         self.call_ids: set[str] = set()
         self.answered: set[str] = set()
@@ -365,12 +366,10 @@ class _Reader:
             return
         self._finish_results()
         if isinstance(item, Reasoning):
-            if not item.content:
-                return
-            if self.open is not None and (self.open.content or self.open.tool_calls):
+            text = "\n".join(part.text for part in item.content or ())
+            if self.open is not None and (self.open.tool_calls or (text and self.open.content)):
                 self._close()
                 self._finish_results()
-            text = "\n".join(part.text for part in item.content)
             if not text:
                 return
             message = self._assistant()
@@ -408,8 +407,9 @@ class _Reader:
         if item.call_id in self.call_ids:
             raise RecipeError(f"Duplicate 'call_id': {item.call_id}.")
         self.call_ids.add(item.call_id)
-        self._finish_results()
-        message = self._assistant()
+        if self.wanted and all(call_id in self.results for call_id in self.wanted):
+            self._finish_results()
+        message = self.group if self.wanted and self.open is None else self._assistant()
         calls = message.tool_calls or []
         if isinstance(item, CustomToolCall):
             calls.append(ToolCall(item.call_id, item.name, compact({"input": item.input})))
@@ -417,6 +417,9 @@ class _Reader:
             name = item.name if item.namespace is None else _qualified(item.namespace, item.name, self.version)
             calls.append(ToolCall(item.call_id, name, item.arguments))
         message.tool_calls = calls
+        if message is self.group:  # a call between the results of its neighbours
+            self.wanted.append(item.call_id)
+            calls.sort(key=lambda call: call.id)
 
     def _result(self, index: int, item: FunctionCallOutput | CustomToolCallOutput) -> None:
         self._close()
@@ -436,6 +439,7 @@ class _Reader:
     def _close(self) -> None:
         """The assistant message is whole; its calls want results now."""
         if self.open is not None and self.open.tool_calls:
+            self.group = self.open
             self.wanted = [call.id for call in self.open.tool_calls]
             self.open.tool_calls.sort(key=lambda call: call.id)
             self.results = {}
@@ -449,7 +453,7 @@ class _Reader:
             if call_id not in self.results:
                 raise RecipeError(f"No tool output found for tool call {call_id}.")
         self.messages += [self.results[call_id] for call_id in sorted(self.wanted)]
-        self.wanted, self.results = [], {}
+        self.wanted, self.results, self.group = [], {}, None
 
     def _check_id(self, index: int, call_id: str) -> None:
         if not call_id:
@@ -588,13 +592,13 @@ def _set_format(conversation: Conversation, request: ResponsesRequest) -> Any:
     return None
 
 
-def _check_strict(conversation: Conversation, request: ResponsesRequest) -> None:
+def _check_strict(conversation: Conversation) -> None:
     flags = [bool(tool.strict) for tool in conversation.tools]
     if conversation.tool_choice == "none" or not any(flags):
         return
     if not all(flags):
         raise RecipeError("Cannot use strict tool with non-strict tool in the same request")
-    if request.text is not None and request.text.format is not None:
+    if conversation.response_format != "text":
         raise RecipeError("response_format should not be used with tools")
 
 
