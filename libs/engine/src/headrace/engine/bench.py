@@ -1,0 +1,180 @@
+"""How fast the engine is, and where a step's time goes: `headrace bench engine --preset nano --json`.
+
+For each batch size: as many cold prompts are computed (no prefix cache), then all of them decode together, greedy. Prefill
+counts prompt tokens per second until the last prompt is done; decode counts tokens per second over steps in which every sequence
+takes part. Median of `--repeat` runs. The parts of the forward pass are timed in a run of their own, for hooks cost time too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from . import api
+from .core import EngineCore
+from .loader import load_model
+from .make_checkpoint import PRESETS, make_checkpoint
+
+STEP_PARTS = ("schedule", "restore", "forward", "pack", "logits", "sample", "post")  # of one step, in order
+FORWARD_PARTS = ("attn", "ffn", "engram")  # modules of a layer; what is left is norms, residual streams and bookkeeping
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _arguments().parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = args.model or make_checkpoint(args.preset, args.seed, Path(scratch) / args.preset)
+        report = measure(path, args)
+    print(json.dumps(report, indent=1) if args.json else table(report))
+    return 0
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="headrace bench engine", description=__doc__.splitlines()[0])
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--preset", choices=sorted(PRESETS), default="nano", help="a random checkpoint (default nano)")
+    source.add_argument("--model", help="a checkpoint directory instead")
+    parser.add_argument("--batch", type=_sizes, default=[1, 8, 32], metavar="N,N...", help="batch sizes (default 1,8,32)")
+    parser.add_argument("--prompt", type=int, default=256, help="prompt tokens (default 256)")
+    parser.add_argument("--output", type=int, default=32, help="tokens to generate (default 32)")
+    parser.add_argument("--repeat", type=int, default=3, help="runs per batch size; the median counts (default 3)")
+    parser.add_argument("--numerics", choices=("bounded", "exact"), default="bounded")
+    parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--threads", type=int, default=0, help="torch threads (default: torch's own choice)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def measure(path: str | Path, args: argparse.Namespace) -> dict:
+    model = load_model(path, numerics=args.numerics, batch_invariant=args.batch_invariant, device=args.device)
+    rng = np.random.default_rng(args.seed)
+    batches = {}
+    for size in args.batch:
+        runs = []
+        for number in range(args.repeat + 1):  # the first warms up
+            print(f"batch {size}: run {number} of {args.repeat}", file=sys.stderr)
+            runs.append(_run(model, size, args, rng))
+        best = {name: statistics.median(run[name] for run in runs[1:]) for name in runs[0]}
+        batches[str(size)] = _figures(best, size, args) | {"forward_ms": _forward_parts(model, size, args, rng)}
+    return {
+        "model": str(args.model or args.preset), "numerics": args.numerics, "batch_invariant": args.batch_invariant,
+        "device": args.device, "threads": torch.get_num_threads(), "prompt_tokens": args.prompt, "output_tokens": args.output,
+        "block_bytes": model.spec.block_bytes, "vocab_size": model.vocab_size, "batch": batches,
+    }  # fmt: skip
+
+
+def _engine(model, size: int, args: argparse.Namespace) -> EngineCore:
+    blocks = size * (-(-(args.prompt + args.output) // model.spec.block_tokens) + 1)
+    config = api.EngineConfig(
+        num_blocks=blocks, max_num_seqs=size, max_num_batched_tokens=max(2048, size + args.prompt), prefix_caching=False
+    )
+    return EngineCore(model, config)
+
+
+def _fill(engine: EngineCore, size: int, args: argparse.Namespace, rng: np.random.Generator) -> None:
+    sampling = api.SamplingParams(temperature=args.temperature, max_tokens=args.output, ignore_eos=True)
+    for i in range(size):
+        ids = rng.integers(3, engine.info.vocab_size, args.prompt).tolist()
+        engine.submit(api.EngineRequest(f"r{i}", ids, [], sampling))
+
+
+def _run(model, size: int, args: argparse.Namespace, rng: np.random.Generator) -> dict[str, float]:
+    """Seconds: of prefill, of the decode steps, of their parts; and how many such steps there were."""
+    engine = _engine(model, size, args)
+    _fill(engine, size, args, rng)
+    began, done = time.perf_counter(), 0
+    while done < size:
+        done += sum(isinstance(event, api.PromptDone) for event in engine.step())
+    out = {"prefill": time.perf_counter() - began, "decode": 0.0, "steps": 0}
+    before = engine.stats()
+    while True:
+        began = time.perf_counter()
+        events = engine.step()
+        if sum(isinstance(event, api.Tokens) for event in events) < size:
+            return out
+        out["decode"] += time.perf_counter() - began
+        out["steps"] += 1
+        after = engine.stats()
+        for part in STEP_PARTS:
+            out[part] = after[f"seconds_{part}"] - before[f"seconds_{part}"]
+        if any(isinstance(event, api.Tokens) and event.finish for event in events):
+            return out
+
+
+def _figures(run: dict[str, float], size: int, args: argparse.Namespace) -> dict:
+    steps = run["steps"]
+    step_ms = {part: round(1e3 * run[part] / steps, 4) for part in STEP_PARTS}
+    whole = 1e3 * run["decode"] / steps
+    return {
+        "prefill_tokens_per_second": round(size * args.prompt / run["prefill"], 1),
+        "decode_tokens_per_second": round(size * steps / run["decode"], 1),
+        "decode_step_ms": round(whole, 3),
+        "step_ms": step_ms | {"between": round(whole - sum(step_ms.values()), 4)},
+    }
+
+
+def _forward_parts(model, size: int, args: argparse.Namespace, rng: np.random.Generator) -> dict[str, float]:
+    """Milliseconds of a decode step's forward pass in each kind of module, from hooks in a run of its own."""
+    seconds, began, hooks = defaultdict(float), {}, []
+
+    def start(module, *_):
+        began[id(module)] = time.perf_counter()
+
+    for name, module in model.named_modules():
+        part = name.rpartition(".")[2]
+        if part in FORWARD_PARTS:
+
+            def stop(module, *_, part=part):
+                seconds[part] += time.perf_counter() - began[id(module)]
+
+            hooks += [module.register_forward_pre_hook(start), module.register_forward_hook(stop)]
+    try:
+        engine = _engine(model, size, args)
+        _fill(engine, size, args, rng)
+        done = 0
+        while done < size:
+            done += sum(isinstance(event, api.PromptDone) for event in engine.step())
+        seconds.clear()
+        before, steps = engine.stats()["seconds_forward"], min(8, args.output - 2)
+        for _ in range(steps):
+            engine.step()
+        whole = engine.stats()["seconds_forward"] - before
+    finally:
+        for hook in hooks:
+            hook.remove()
+    parts = {part: seconds[part] for part in FORWARD_PARTS if part in seconds}
+    parts["other"] = whole - sum(parts.values())
+    return {part: round(1e3 * value / steps, 4) for part, value in parts.items()}
+
+
+def table(report: dict) -> str:
+    head = ", ".join(f"{name} {report[name]}" for name in ("model", "numerics", "device", "threads", "prompt_tokens"))
+    lines = [head, f"{'batch':>6}{'prefill tok/s':>15}{'decode tok/s':>14}{'step ms':>9}   where a decode step goes (ms)"]
+    for size, batch in report["batch"].items():
+        parts = ", ".join(f"{name} {value:.2f}" for name, value in batch["step_ms"].items())
+        inside = ", ".join(f"{name} {value:.2f}" for name, value in batch["forward_ms"].items())
+        figures = f"{batch['prefill_tokens_per_second']:>15.0f}{batch['decode_tokens_per_second']:>14.0f}"
+        lines.append(f"{size:>6}{figures}{batch['decode_step_ms']:>9.2f}   {parts}")
+        lines.append(f"{'':>47}forward: {inside}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
