@@ -172,7 +172,7 @@ class World(RuleBasedStateMachine):
         self.stopped = False
         for _ in range(200):
             for key, job in self.jobs.items():
-                job.flag = job.flag_sent and job.process not in self.dead
+                job.flag = job.flag or (job.flag_sent and job.process not in self.dead)
                 if job.running and job.process == self.process:
                     self.end(key)
             while self.bag:
