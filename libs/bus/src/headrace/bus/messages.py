@@ -398,6 +398,7 @@ class KvLookup(Message):
     keys: bytes
     states: bytes = b""
     ttl: float = 10.0
+    request: str = ""  # for whom, for the trace
 
 
 class KvFound(Message):
@@ -418,6 +419,7 @@ class KvReserve(Message):
     kind: str = "block"  # block | state
     ttl: float = 10.0
     parents: bytes = b""  # parent hash per key (zeros: root), for leaf-first eviction
+    requests: list[str] = []  # whose objects these are, for the trace
 
 
 class KvReserved(Message):
