@@ -39,6 +39,7 @@ MAX_MESSAGE = 64 << 20  # bytes of one message, all chunks together
 MAX_PARTIAL = 128 << 20  # bytes of all unfinished messages
 PARTIAL_SECONDS = 10.0  # an unfinished message is dropped after this
 MAX_UNSENT = 64 << 20  # bytes waiting for the socket
+SWEEP_SECONDS = 0.025  # time-outs are noticed this much late
 REPLY_PREFIX = "_INBOX"
 
 log = structlog.get_logger("headrace.bus")
@@ -85,6 +86,7 @@ class _Client(Client):
         self.direct: dict[int, Callable[[bytes, bytes, bytes, bytes | None], None]] = {}
         self._counters = counters
         self._turn: list[bytes] = []  # written in this loop turn
+        self.riders: list[Callable[[], None]] = []
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         deliver = self.direct.get(sid)
@@ -114,6 +116,9 @@ class _Client(Client):
 
     def write_turn(self) -> None:
         """Hand over what this turn wrote. What meets a broken connection is lost, as any message may be."""
+        if self._turn:
+            for rider in self.riders:
+                rider()
         turn, self._turn = self._turn, []
         if turn and self.is_connected:
             self._transport._io_writer.transport.write(turn[0] if len(turn) == 1 else b"".join(turn))
@@ -166,6 +171,16 @@ class Joiner:
         self.size -= self.partial.pop(name).size
 
 
+@dataclass(slots=True)
+class _Asked:
+    """A request without an answer yet."""
+
+    future: asyncio.Future[m.Message]
+    deadline: float  # loop time
+    subject: str
+    timeout: float
+
+
 class Subscription:
     """What `Bus.subscribe` gives; `close()` ends it."""
 
@@ -190,8 +205,9 @@ class Bus:
         self._client = _Client(self.counters)
         self._loop = asyncio.get_running_loop()
         self._joiner = Joiner()
-        self._waiting: dict[bytes, asyncio.Future[m.Message]] = {}
-        self._inbox = f"{REPLY_PREFIX}.{nuid()}"
+        self._waiting: dict[bytes, _Asked] = {}
+        self._sweeping = False
+        self._inbox = f"{REPLY_PREFIX}.{nuid()}".encode()
         self._next_token = 0
         self._closing = False
         self._url = ""
@@ -224,21 +240,28 @@ class Bus:
                 await bus._client.close()
             raise BusError(f"can't connect to NATS at {settings.nats_url}: {error or type(error).__name__}") from error
         bus._client.options["allow_reconnect"] = True  # the first connect fails fast and loud; later ones repeat for ever
-        await bus._subscribe(f"{bus._inbox}.*", "", bus._on_reply)
+        await bus._subscribe(f"{bus._inbox.decode()}.*", "", bus._on_reply)
         await bus.flush()
         return bus
+
+    def ride(self, rider: Callable[[], None]) -> None:
+        """`rider()` is called before every write and may publish what should travel with it."""
+        self._client.riders.append(rider)
 
     async def close(self) -> None:
         self._closing = True
         self._fail_waiting("the bus is closing")
         with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
             if self.connected:
+                for rider in self._client.riders:
+                    rider()
                 await self.flush(1.0)
             await self._client.close()
 
     async def flush(self, timeout: float = 2.0) -> None:
         """Returns when the server has seen everything written so far; a subscription counts only after this."""
         try:
+            self._client.write_turn()
             # nats-py writes a PING at once but a SUB one loop turn later; push the SUB out first or the PONG proves nothing.
             async with asyncio.timeout(timeout):
                 await self._client._flush_pending(force_flush=True)
@@ -273,18 +296,15 @@ class Bus:
         self._next_token += 1
         token = b"%x" % self._next_token
         future: asyncio.Future[m.Message] = self._loop.create_future()
-        timer = self._loop.call_later(timeout, self._expire_request, token, subject, timeout)
-        self._waiting[token] = future
-
-        def forget(_: Any) -> None:
-            timer.cancel()
-            self._waiting.pop(token, None)
-
-        future.add_done_callback(forget)
         try:
-            self._send(subject.encode(), m.encode(message), b"%s.%s" % (self._inbox.encode(), token), headers, message)
+            self._send(subject.encode(), m.encode(message), b"%s.%s" % (self._inbox, token), headers, message)
         except BusError as error:
             future.set_exception(error)
+            return future
+        self._waiting[token] = _Asked(future, self._loop.time() + timeout, subject, timeout)
+        if not self._sweeping:
+            self._sweeping = True
+            self._loop.call_later(SWEEP_SECONDS, self._sweep)
         return future
 
     def publish(self, subject: str, message: m.Message) -> None:
@@ -404,29 +424,44 @@ class Bus:
             return None
 
     def _on_reply(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
-        future = self._waiting.get(subject[subject.rfind(b".") + 1 :])
-        if future is None or future.done():
+        token = subject[subject.rfind(b".") + 1 :]
+        asked = self._waiting.get(token)
+        if asked is None:
             return
+        future = asked.future
         if headers is not None and not data and headers.startswith(b"NATS/1.0 503"):
             self.counters.no_responders += 1
-            future.set_exception(NoResponder("nobody listens there; the instance is gone"))
-            return
-        message = self._decode(data)
-        if message is not None:
-            future.set_result(message)
+            if not future.done():
+                future.set_exception(NoResponder(f"{asked.subject}: nobody listens there; the instance is gone"))
+        else:
+            message = self._decode(data)
+            if message is None:
+                return  # malformed, or a chunk of more to come
+            if not future.done():
+                future.set_result(message)
+        del self._waiting[token]
 
-    def _expire_request(self, token: bytes, subject: str, timeout: float) -> None:
-        future = self._waiting.get(token)
-        if future is not None and not future.done():
-            self.counters.timeouts += 1
-            future.set_exception(BusTimeout(f"{subject}: no answer within {timeout:.3g} s"))
+    def _sweep(self) -> None:
+        """Time out what got no answer. One timer for all requests: a timer for each would cost more than sending it."""
+        now = self._loop.time()
+        for token, asked in list(self._waiting.items()):
+            if asked.future.done():  # its caller gave up
+                del self._waiting[token]
+            elif now >= asked.deadline:
+                del self._waiting[token]
+                self.counters.timeouts += 1
+                asked.future.set_exception(BusTimeout(f"{asked.subject}: no answer within {asked.timeout:.3g} s"))
+        self._sweeping = bool(self._waiting)
+        if self._sweeping:
+            self._loop.call_later(SWEEP_SECONDS, self._sweep)
 
     # ------------------------------------------------------------ trouble
 
     def _fail_waiting(self, why: str) -> None:
-        for future in list(self._waiting.values()):
-            if not future.done():
-                future.set_exception(Disconnected(why))
+        waiting, self._waiting = self._waiting, {}
+        for asked in waiting.values():
+            if not asked.future.done():
+                asked.future.set_exception(Disconnected(why))
 
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):

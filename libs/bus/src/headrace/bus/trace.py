@@ -5,7 +5,8 @@ duration that ends at ts), and whatever the caller adds. `nats sub 'headrace.tra
 instance for what it remembers, so a trace can be had afterwards too.
 Does not know: what events mean.
 
-Events of one loop turn are encoded and written together, in the system call that carries the commands of that turn.
+An event costs no system call of its own while there is traffic: it travels with the next message that this process sends, or
+after 10 ms. So on the wire events of different processes may swap places within that time; `ts` has their order.
 """
 
 from __future__ import annotations
@@ -25,27 +26,32 @@ from .errors import BusError
 from .subjects import PREFIX
 
 RING = 16_384  # events remembered per process
+PATIENCE = 0.01  # seconds until an event is published without company
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class Trace:
-    """`event()` costs a tuple and a deque append; the rest happens once per loop turn."""
+    """`event()` costs a tuple and two appends; encoding happens when it is sent."""
 
     def __init__(self, bus: Bus | None, instance: str, capacity: int = RING, publish: bool = True):
-        self._bus, self._instance, self._publish = bus, instance, publish
+        self._bus, self._instance = bus, instance
         self._ring: deque[tuple[float, str, str, float | None, dict[str, Any]]] = deque(maxlen=capacity)
         self._unsent: list[tuple[float, str, str, float | None, dict[str, Any]]] = []
-        self._loop = asyncio.get_running_loop() if bus is not None else None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if bus is not None and publish:
+            self._loop = asyncio.get_running_loop()
+            bus.ride(self._flush)
 
     def event(self, request: str, event: str, ms: float | None = None, **data: Any) -> None:
         """`request`: the server's id. `event`: "<role>.<what>". `ms`: a duration in milliseconds that ends now."""
         entry = (time.time(), request, event, ms, data)
         self._ring.append(entry)
-        if self._loop is not None and self._publish:
-            if not self._unsent:
-                self._loop.call_soon(self._flush)
+        if self._loop is not None:
             self._unsent.append(entry)
+            if self._timer is None:
+                self._timer = self._loop.call_later(PATIENCE, self._on_timer)
 
     def remembered(self, request: str) -> list[dict[str, Any]]:
         """Events of one request, by the server's id or by the client's where an event carries `client_id`."""
@@ -59,7 +65,14 @@ class Trace:
             out["ms"] = round(ms, 3)
         return out | data
 
+    def _on_timer(self) -> None:
+        """The timer runs on while events come, so that it is not armed and cancelled for each."""
+        self._timer = self._loop.call_later(PATIENCE, self._on_timer) if self._unsent else None  # type: ignore[union-attr]
+        self._flush()
+
     def _flush(self) -> None:
+        if not self._unsent:
+            return
         unsent, self._unsent = self._unsent, []
         bus = self._bus
         assert bus is not None

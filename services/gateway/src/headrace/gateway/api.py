@@ -28,7 +28,7 @@ from . import errors
 from .auth import Auth
 from .dispatch import Record
 from .endpoints import ENDPOINTS, Endpoint
-from .exchange import Exchange, Written
+from .exchange import Exchange, Turn, Written
 from .reply import Reply
 from .routing import Group
 
@@ -50,7 +50,8 @@ class Api:
         self._gateway = gateway
         self._settings = gateway.settings
         self._hashers: dict[tuple[str, bytes], BlockHasher] = {}
-        self._random = random.SystemRandom()
+        self._random = random.Random()  # seeds of requests that bring none: unpredictable enough, and no system call
+        self._turn: Turn | None = None
 
     def runner(self, side_door: list[web.RouteDef]) -> web.AppRunner:
         app = web.Application(client_max_size=self._settings.max_body_bytes)
@@ -211,7 +212,9 @@ class Api:
         return value
 
     def _exchange(self, request: web.Request) -> Exchange:
-        return Exchange(request, nuid(), self._settings.client_buffer_bytes, self._settings.keepalive_seconds)
+        if self._turn is None:
+            self._turn = Turn()
+        return Exchange(request, nuid(), self._turn, self._settings.client_buffer_bytes)
 
     def _count(self, endpoint: Endpoint, status: int, exchange: Exchange, received: float, reply: Any) -> None:
         meters = self._gateway.meters

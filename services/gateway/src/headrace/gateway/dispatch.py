@@ -30,6 +30,7 @@ REMEMBERED = 8192  # finished requests whose late output is no surprise
 RETRY_CODES = frozenset({"busy", "full", "draining", "mismatch", "unknown", "stale", "closed", "failed"})
 CANCEL_TRIES = 3
 NUDGE_SECONDS = 0.25
+TICK_SECONDS = 0.05  # deadlines are noticed this much late
 TAIL_SECONDS = 0.25  # after presence says more was sent than arrived, wait this long for it
 
 log = structlog.get_logger("headrace.gateway")
@@ -46,6 +47,9 @@ class Sink(Protocol):
 
     def end(self, usage: m.Usage) -> None:
         """Every choice is over, and this is what the request took."""
+
+    def tick(self, now: float, silence: float) -> None:
+        """Called now and then; a stream that was silent for so many seconds may say that it lives."""
 
     def flush(self) -> None:
         """Nothing more for now: what came since the last flush goes out in one write. `end` and `fail` flush too."""
@@ -72,7 +76,7 @@ class Record:
 
     __slots__ = (
         "attempt", "choices", "client_id", "deadline", "decode", "emitted", "ended", "group", "hashes", "ids", "left", "losses",
-        "namespace", "open", "outcome", "prefill", "priority", "received", "request", "sampling", "seconds", "sink", "timer",
+        "namespace", "open", "outcome", "prefill", "priority", "received", "request", "sampling", "seconds", "settled", "sink",
         "traceparent", "usage", "watching",
     )  # fmt: skip
 
@@ -98,7 +102,7 @@ class Record:
         self.prefill: Worker | None = None
         self.decode: Worker | None = None
         self.watching: tuple[str, ...] = ()
-        self.timer: asyncio.TimerHandle | None = None
+        self.settled = 0.0  # all text is out; decode's last word with the usage is awaited until then
 
     def remaining(self) -> float:
         return self.deadline - time.monotonic()
@@ -119,6 +123,7 @@ class Dispatcher:
         self._over: OrderedDict[str, None] = OrderedDict()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._nudge: asyncio.TimerHandle | None = None
+        self._ticking = False
         self._seq: dict[str, tuple[int, int]] = {}  # instance -> epoch, last Out.seq
         self._tails: dict[str, asyncio.TimerHandle] = {}
         self._side: set[asyncio.Task] = set()  # cancels and resumes under way
@@ -165,7 +170,9 @@ class Dispatcher:
             return record.sink.fail(errors.busy(f"{len(self.records)} requests are in flight here; the limit is {limit}"))
         self.records[record.request] = record
         self._idle.clear()
-        record.timer = self._loop.call_later(record.remaining(), self._on_deadline, record)
+        if not self._ticking:
+            self._ticking = True
+            self._loop.call_later(TICK_SECONDS, self._tick)
         try:
             while not record.ended:
                 await self._place(record)
@@ -177,8 +184,21 @@ class Dispatcher:
             self.shed(record)  # cancelled, or something broke here; does nothing when it ended by itself
             self._forget(record)
 
+    def _tick(self) -> None:
+        """Deadlines and silent streams: one timer for all requests, which is cheaper than two for each."""
+        now, silence = time.monotonic(), self.settings.keepalive_seconds
+        for record in list(self.records.values()):
+            if now >= record.deadline:
+                self._on_deadline(record)
+            elif record.settled and now >= record.settled:
+                self._complete(record)
+            else:
+                record.sink.tick(now, silence)
+        self._ticking = bool(self.records)
+        if self._ticking:
+            self._loop.call_later(TICK_SECONDS, self._tick)
+
     def _forget(self, record: Record) -> None:
-        record.timer.cancel()  # type: ignore[union-attr]
         self.records.pop(record.request, None)
         self._over[record.request] = None
         if len(self._over) > REMEMBERED:
@@ -396,8 +416,7 @@ class Dispatcher:
             sink.flush()
             if not record.left:  # all that are open were ended by text stops, of which decode does not know yet
                 self._cancel_legs(record, "stop", {n: c.kept for n, c in enumerate(record.choices) if c.kept >= 0})
-                record.timer.cancel()  # type: ignore[union-attr]
-                record.timer = self._loop.call_later(self.settings.command_seconds, self._complete, record)
+                record.settled = time.monotonic() + self.settings.command_seconds
 
     def _choice_finished(self, record: Record, choice: Choice) -> None:
         choice.finished = True

@@ -8,6 +8,7 @@ which aiohttp's own response writer would need.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 
@@ -40,6 +41,27 @@ class Written(web.StreamResponse):
         return None
 
 
+class Turn:
+    """Gathers what is written to all connections in one loop turn: one system call per connection, however many bus messages the
+    turn brought."""
+
+    __slots__ = ("_exchanges", "_loop")
+
+    def __init__(self) -> None:
+        self._exchanges: list[Exchange] = []
+        self._loop = asyncio.get_running_loop()
+
+    def add(self, exchange: Exchange) -> None:
+        if not self._exchanges:
+            self._loop.call_soon(self._hand_over)
+        self._exchanges.append(exchange)
+
+    def _hand_over(self) -> None:
+        exchanges, self._exchanges = self._exchanges, []
+        for exchange in exchanges:
+            exchange.hand_over()
+
+
 class Exchange:
     """Answer a request: either `answer` once, or `open` (implied), `send`..., `close`.
 
@@ -47,22 +69,22 @@ class Exchange:
     """
 
     __slots__ = (
-        "_chunked", "_keep", "_keepalive", "_limit", "_loop", "_on_slow", "_opened", "_silence", "_transport", "closed", "client_id",
+        "_chunked", "_keep", "_limit", "_on_slow", "_opened", "_transport", "_turn", "_unsent", "_written", "closed", "client_id",
         "request_id",
     )  # fmt: skip
 
-    def __init__(self, request: web.BaseRequest, request_id: str, limit: int, silence: float):
+    def __init__(self, request: web.BaseRequest, request_id: str, turn: Turn, limit: int):
         self.request_id = request_id
         self.client_id = client_request_id(request)
         self.closed = False
         self._transport = request.transport
         self._chunked = request.version >= (1, 1)
         self._keep = request.keep_alive and self._chunked
-        self._limit, self._silence = limit, silence
+        self._turn, self._limit = turn, limit
         self._opened = False
-        self._keepalive: asyncio.TimerHandle | None = None
-        self._loop = asyncio.get_running_loop()
-        self._on_slow: Callable[[], None] | None = None
+        self._unsent: list[bytes] = []  # of this loop turn
+        self._written = 0.0  # when the client last got something, or when the stream began
+        self._on_slow: Callable[[], None] | None = None  # set while this is a stream
 
     @property
     def opened(self) -> bool:
@@ -79,7 +101,6 @@ class Exchange:
         """A whole answer."""
         assert not self._opened
         self._opened = self.closed = True
-        self._stop_comments()
         self._write(self._head(status, content_type, b"Content-Length: %d\r\n" % len(body) + headers) + body)
 
     def fail(self, error: RecipeError, protocol: str, dialect: str = "open") -> None:
@@ -93,9 +114,9 @@ class Exchange:
     # ------------------------------------------------------------ a stream of events
 
     def streams(self, on_slow: Callable[[], None]) -> None:
-        """This will be a stream: while it is silent the client gets a comment now and then. `on_slow`: it does not read."""
+        """This will be a stream. `on_slow`: its client does not read."""
         self._on_slow = on_slow
-        self._keepalive = self._loop.call_later(self._silence, self._comment)
+        self._written = time.monotonic()
 
     def send(self, data: bytes) -> None:
         """Events. The first ones travel with the headers."""
@@ -108,20 +129,19 @@ class Exchange:
         if self.closed:
             return
         self.closed = True
-        self._stop_comments()
         end = b"0\r\n\r\n" if self._chunked else b""
         self._write(self._open() + (self._frame(data) if data else b"") + end)
 
     def settle(self) -> None:
         """The handler ends, whatever happened."""
-        self._stop_comments()
+        self.hand_over()
         self._on_slow = None
 
     def abort(self) -> None:
         """Drop the connection."""
         self.closed = True
         self._keep = False
-        self._stop_comments()
+        self._unsent.clear()
         if self._transport is not None:
             self._transport.abort()
 
@@ -135,14 +155,10 @@ class Exchange:
     def _frame(self, data: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
 
-    def _comment(self) -> None:
-        self._keepalive = self._loop.call_later(self._silence, self._comment)
-        self.send(KEEPALIVE)
-
-    def _stop_comments(self) -> None:
-        if self._keepalive is not None:
-            self._keepalive.cancel()
-            self._keepalive = None
+    def comment(self, now: float, silence: float) -> None:
+        """A comment, if this is a stream that has been silent for so many seconds: it keeps proxies and clients from giving up."""
+        if self._on_slow is not None and now - self._written >= silence:
+            self.send(KEEPALIVE)
 
     # ------------------------------------------------------------ bytes
 
@@ -153,12 +169,21 @@ class Exchange:
         )  # fmt: skip
 
     def _write(self, data: bytes) -> None:
-        transport = self._transport
+        if not self._unsent:
+            self._turn.add(self)
+        self._unsent.append(data)
+
+    def hand_over(self) -> None:
+        """Give the connection what this turn wrote."""
+        unsent, transport = self._unsent, self._transport
+        if not unsent:
+            return
+        self._unsent = []
         if transport is None or transport.is_closing():
             self.closed = True
-            self._stop_comments()
             return
-        transport.write(data)
+        self._written = time.monotonic()
+        transport.write(unsent[0] if len(unsent) == 1 else b"".join(unsent))
         if transport.get_write_buffer_size() > self._limit and self._on_slow is not None:
             self._on_slow()
             self.abort()

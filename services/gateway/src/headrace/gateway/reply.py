@@ -109,3 +109,6 @@ class Part:
 
     def flush(self) -> None:
         self._reply.flush()
+
+    def tick(self, now: float, silence: float) -> None:
+        self._reply.exchange.comment(now, silence)

@@ -1,0 +1,275 @@
+"""`headrace bench gateway`: what a request costs on its way through the bus, and how long it takes.
+
+Starts NATS and every service as a process of its own, sends streamed chat requests over ordinary connections (no TCP_QUICKACK), and
+prints requests and chunks a second, time to first token, time to the end, and user + system CPU time of each process per request.
+With `--engine sim` the workers compute nothing, so what is left is Headrace itself. Warm-up is excluded; every figure is the median
+of the repetitions. CPU time of a loaded machine is inflated (shared cores and caches): `slowness` is the time of a fixed loop at the
+time of the run over its best time in this run, and `load` the machine's load average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from headrace.bus.errors import StartError
+from headrace.bus.testing import NatsServer, free_port
+
+TICK = os.sysconf("SC_CLK_TCK")
+WORDS = "alpha beta gamma delta ".split()
+
+
+@dataclass
+class Process:
+    """One process under measurement."""
+
+    name: str
+    pid: int
+    popen: subprocess.Popen | None = None
+
+    def cpu(self) -> float:
+        """User and system seconds so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / TICK
+
+
+@dataclass
+class System:
+    """NATS and all services on free ports."""
+
+    engine: str
+    model: str = ""
+    gateways: int = 1
+    log: Any = subprocess.DEVNULL
+    port: int = 0
+    processes: list[Process] = field(default_factory=list)
+
+    def start(self) -> None:
+        self._nats = NatsServer().start()
+        self.processes = [Process("nats", self._nats.process.pid)]  # type: ignore[union-attr]
+        self.port = free_port()
+        self._shm = tempfile.mkdtemp(prefix="headrace-bench-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        worker = ["--engine", self.engine, *(["--model", self.model] if self.model else [])]
+        gateway = ["--port", str(self.port), "--request-seconds", "30", "--workers", str(self.gateways), *(["--model", self.model] if self.model else [])]
+        for role, flags in (("kvstore", []), ("decode", worker), ("prefill", worker), ("gateway", gateway)):
+            if find_spec(f"headrace.{role}.__main__") is not None:
+                self._spawn(role, flags)
+
+    def _spawn(self, role: str, flags: list[str]) -> None:
+        command = [sys.executable, "-m", f"headrace.{role}", "--nats-url", self._nats.url, "--shm-dir", self._shm, *flags]
+        popen = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        self.processes.append(Process(role, popen.pid, popen))
+
+    def wait_ready(self, timeout: float = 120.0) -> None:
+        """Until the gateway says that it can serve. StartError names a process that ended."""
+        from urllib.error import URLError
+        from urllib.request import urlopen
+
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            for process in self.processes:
+                if process.popen is not None and process.popen.poll() is not None:
+                    raise StartError(f"{process.name} ended with {process.popen.returncode}; --verbose shows why")
+            with contextlib.suppress(URLError, OSError), urlopen(f"http://127.0.0.1:{self.port}/ready", timeout=1.0):
+                return
+            time.sleep(0.1)
+        raise StartError(f"not ready after {timeout:g} s; --verbose shows why")
+
+    def stop(self) -> None:
+        for process in reversed(self.processes):
+            if process.popen is not None:
+                process.popen.send_signal(signal.SIGTERM)
+        for process in self.processes:
+            if process.popen is not None:
+                try:
+                    process.popen.wait(10)
+                except subprocess.TimeoutExpired:
+                    process.popen.kill()
+        self._nats.stop()
+        shutil.rmtree(self._shm, ignore_errors=True)
+
+
+class Client(asyncio.Protocol):
+    """One connection that streams one request at a time."""
+
+    def __init__(self) -> None:
+        self.transport: Any = None
+        self._done: asyncio.Future[None] | None = None
+        self.first = 0.0
+        self.chunks = 0
+        self._tail = b""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        count = data.count(b'"content"')
+        if count and not self.first:
+            self.first = time.perf_counter()
+        self.chunks += count
+        self._tail = (self._tail + data)[-256:]
+        if self._tail.endswith(b"0\r\n\r\n") and self._done is not None and not self._done.done():
+            if b"data: [DONE]" in self._tail:
+                self._done.set_result(None)
+            else:
+                self._done.set_exception(RuntimeError(f"the stream did not end well: {self._tail!r}"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(ConnectionError(f"connection lost: {error}"))
+
+    async def request(self, data: bytes) -> tuple[float, float, int]:
+        """-> seconds to the first content, seconds to the end, content chunks."""
+        self._done = asyncio.get_running_loop().create_future()
+        self.first, self.chunks, self._tail = 0.0, 0, b""
+        started = time.perf_counter()
+        self.transport.write(data)
+        await self._done
+        ended = time.perf_counter()
+        return self.first - started, ended - started, self.chunks
+
+
+def requests(words: int, tokens: int, start: int) -> Iterator[bytes]:
+    """Requests with prompts that differ from the first word on."""
+    number = start
+    text = " ".join(WORDS * (words // 4))
+    while True:
+        number += 1
+        body = json.dumps({
+            "messages": [{"role": "user", "content": f"{number} {text}"}], "max_tokens": tokens, "stream": True, "ignore_eos": True,
+        }).encode()  # fmt: skip
+        yield (b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+               % (len(body), body))  # fmt: skip
+
+
+async def drive(port: int, concurrency: int, count: int, source: Iterator[bytes]) -> list[tuple[float, float, int]]:
+    loop = asyncio.get_running_loop()
+    clients = [(await loop.create_connection(Client, "127.0.0.1", port))[1] for _ in range(concurrency)]
+    results: list[tuple[float, float, int]] = []
+    left = iter(range(count))
+
+    async def work(client: Client) -> None:
+        for _ in left:
+            results.append(await client.request(next(source)))
+
+    await asyncio.gather(*map(work, clients))
+    for client in clients:
+        client.transport.close()
+    return results
+
+
+def calibrate() -> float:
+    """Seconds of a fixed piece of Python."""
+    started, x = time.perf_counter(), 0
+    for i in range(1_000_000):
+        x += i * i
+    return time.perf_counter() - started
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+async def measure(system: System, concurrency: int, words: int, args: argparse.Namespace, offset: int) -> dict[str, float]:
+    """One repetition of one case."""
+    source = requests(words, args.tokens, offset)
+    await drive(system.port, concurrency, args.warmup, source)
+    await asyncio.sleep(0.2)
+    slow = calibrate()
+    before = {p.name: p.cpu() for p in system.processes}
+    started = time.perf_counter()
+    results = await drive(system.port, concurrency, args.requests, source)
+    seconds = time.perf_counter() - started
+    cpu = {p.name: (p.cpu() - before[p.name]) / args.requests * 1e3 for p in system.processes}
+    ttft, e2e = [r[0] * 1e3 for r in results], [r[1] * 1e3 for r in results]
+    return {
+        "requests_per_second": args.requests / seconds, "chunks_per_second": sum(r[2] for r in results) / seconds,
+        "ttft_p50_ms": percentile(ttft, 0.5), "ttft_p99_ms": percentile(ttft, 0.99),
+        "e2e_p50_ms": percentile(e2e, 0.5), "e2e_p99_ms": percentile(e2e, 0.99),
+        **{f"cpu_{name}_ms": value for name, value in cpu.items()}, "cpu_total_ms": sum(cpu.values()),
+        "calibration_ms": slow * 1e3, "load": os.getloadavg()[0],
+    }  # fmt: skip
+
+
+async def run(system: System, args: argparse.Namespace) -> list[dict[str, Any]]:
+    cases, offset = [], 0
+    for words in args.words:
+        for concurrency in args.concurrency:
+            runs = []
+            for _ in range(args.repeat):
+                runs.append(await measure(system, concurrency, words, args, offset))
+                offset += args.requests + args.warmup
+            case = {"concurrency": concurrency, "words": words, "tokens": args.tokens, "requests": args.requests}
+            case |= {key: round(statistics.median(run[key] for run in runs), 3) for key in runs[0]}
+            cases.append(case)
+    best = min(case["calibration_ms"] for case in cases)
+    for case in cases:
+        case["slowness"] = round(case.pop("calibration_ms") / best, 2)
+    return cases
+
+
+def show(cases: list[dict[str, Any]]) -> None:
+    for case in cases:
+        print(f"\nconcurrency {case['concurrency']}, {case['words']}-word prompts, {case['tokens']} tokens out"
+              f" (load {case['load']}, slowness {case['slowness']})")  # fmt: skip
+        print(f"  {case['requests_per_second']:.0f} requests/s, {case['chunks_per_second']:.0f} chunks/s")
+        print(f"  first token p50 {case['ttft_p50_ms']:.2f} ms, p99 {case['ttft_p99_ms']:.2f} ms;"
+              f" end p50 {case['e2e_p50_ms']:.2f} ms, p99 {case['e2e_p99_ms']:.2f} ms")  # fmt: skip
+        each = ", ".join(f"{k[4:-3]} {v:.3f}" for k, v in case.items() if k.startswith("cpu_") and k != "cpu_total_ms")
+        print(f"  CPU ms per request: {each}; all {case['cpu_total_ms']:.3f}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(prog="headrace bench gateway", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--engine", choices=("sim", "v41"), default="sim", help="sim: workers that compute nothing (default)")
+    parser.add_argument("--model", default="", help="checkpoint folder (engine v41)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--requests", type=int, default=2000, help="measured requests per repetition (2000)")
+    parser.add_argument("--warmup", type=int, default=200, help="requests before each (200)")
+    parser.add_argument("--repeat", type=int, default=3, help="repetitions; medians are shown (3)")
+    parser.add_argument("--concurrency", type=numbers, default=[1, 32], metavar="N,N", help="requests at a time (1,32)")
+    parser.add_argument("--words", type=numbers, default=[8, 1024], metavar="N,N", help="words in a prompt (8,1024)")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens out (16)")
+    parser.add_argument("--gateways", type=int, default=1, help="gateway processes on the port (1)")
+    parser.add_argument("--verbose", action="store_true", help="show the logs of the services")
+    args = parser.parse_args(argv)
+    system = System(args.engine, args.model, args.gateways, None if args.verbose else subprocess.DEVNULL)
+    try:
+        system.start()
+        system.wait_ready()
+        cases = uvloop.run(run(system, args))
+    except (StartError, ConnectionError, RuntimeError) as error:
+        print(f"headrace bench gateway: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    finally:
+        system.stop()
+    if args.json:
+        print(json.dumps({"bench": "gateway", "engine": args.engine, "cases": cases}))
+    else:
+        show(cases)
+
+
+if __name__ == "__main__":
+    main()
