@@ -1,8 +1,10 @@
-"""The V4.1 model against NeMo-AutoModel 0.7.0, an independent implementation, in fp32 with the cache quantisers off on both sides.
+"""The V4.1 model against NeMo-AutoModel 0.7.0, an independent implementation, in fp32 with the cache quantisers off
+on both sides.
 
-Weights travel from NeMo through its own adapter, under the released names, into a checkpoint that our loader reads. Sinks, biases,
-norms and mixing bases are random (their initial 0 and 1 hide bugs), and there are 16 index heads (with few, scores tie at exactly 0
-and the oracle's top-k is undefined there). The quantisers themselves are compared bit for bit.
+Weights travel from NeMo through its own adapter, under the released names, into a checkpoint that our loader reads.
+Sinks, biases, norms and mixing bases are random (their initial 0 and 1 hide bugs), and there are 16 index heads (with
+few, scores tie at exactly 0 and the oracle's top-k is undefined there). The quantisers themselves are compared bit
+for bit.
 """
 
 import json
@@ -10,20 +12,28 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
 from headrace.engine.batch import Segment
 from headrace.engine.cache import KVPool
 from headrace.engine.loader import load_model
 from headrace.engine.make_checkpoint import PRESETS, config_json, small_tokenizer_json
 from headrace.kernels import quantize as ours
-from safetensors.torch import save_file
-from tokenizers import Tokenizer
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]  # transformers and NeMo warn a lot
 
 TOLERANCE = 2e-5  # max|a - b| / max|b| of a logits tensor
-# No engram, engram; w16 has every kind of layer, both ratios and candidates. Contexts are longer than window, top-k and candidates.
+# No engram, engram; w16 has every kind of layer, both ratios and candidates. Contexts are longer than window, top-k
+# and candidates.
 TOKENS = 183
-VISION = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "max_image_tokens": 64}
+VISION = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_image_tokens": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +54,10 @@ def pair(request, nemo, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     exported = oracle.state_dict_adapter.to_hf(oracle.state_dict())
     # An exporter may prefix names with `model.`; the loader takes both.
-    save_file({f"model.{k}" if request.param == "plain" else k: v.contiguous() for k, v in exported.items()}, path / "model.safetensors")
+    save_file(
+        {f"model.{k}" if request.param == "plain" else k: v.contiguous() for k, v in exported.items()},
+        path / "model.safetensors",
+    )
     (path / "config.json").write_text(json.dumps(data))
     (path / "tokenizer.json").write_text(json.dumps(small_tokenizer_json()))
     return oracle, load_model(path, kv_store="fp32", numerics="exact")
@@ -66,7 +79,9 @@ def build_oracle(text):
         attn="eager", linear="torch", rms_norm="torch_fp32", experts="torch", dispatcher="torch", rope_fusion=False,
         gate_precision="float32", enable_hf_state_dict_adapter=True,
     )  # fmt: skip
-    model = DeepseekV41ForCausalLM(config, backend=backend, tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    model = DeepseekV41ForCausalLM(
+        config, backend=backend, tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    )
     model.initialize_weights(dtype=torch.float32)
     torch.manual_seed(7)
     with torch.no_grad():
@@ -173,6 +188,8 @@ def test_quantisers_are_bit_equal(nemo, form, block, round_trip):
     draw = torch.Generator().manual_seed(0)
     scales = torch.exp2(torch.randint(-20, 12, (4096, 1), generator=draw).float())
     values = torch.randn(4096, 64, generator=draw) * scales
-    values[:64] = torch.linspace(-8, 8, 64) * torch.exp2(torch.arange(64.0) / 4 - 8)[:, None]  # grids that hit midpoints
+    values[:64] = (
+        torch.linspace(-8, 8, 64) * torch.exp2(torch.arange(64.0) / 4 - 8)[:, None]
+    )  # grids that hit midpoints
     values[64] = 0
     assert torch.equal(round_trip(values), quantize_cache(values, format=form, block_size=block))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from headrace.engine.config import ConfigError, parse_config, read_config
 from headrace.engine.models.v41.schema import checkpoint_schema
 
@@ -77,14 +78,26 @@ def test_no_candidates():
         ({"num_experts_per_tok": 400}, "num_experts_per_tok 400 exceeds n_routed_experts 384"),
         ({"compress_ratios": [0, 0]}, "compress_ratios has 2 entries for 40 layers"),
         ({"compress_ratios": [0, 0] + [4] * 41}, r"compress_ratios\[2\] is 4"),
-        ({"compress_ratios": [0, 0] + [2] * 10 + [1] * 31}, "layer 12 has compress ratio 1 but source layer 8 of ratio 2"),
+        (
+            {"compress_ratios": [0, 0] + [2] * 10 + [1] * 31},
+            "layer 12 has compress ratio 1 but source layer 8 of ratio 2",
+        ),
         ({"kv_source_layer_ids": [8, 2, 14, 20]}, "kv_source_layer_ids .* is not strictly increasing"),
-        ({"kv_source_layer_ids": [3, 8, 14, 20]}, "kv_source_layer_ids names layer 3, which is not in index_source_layer_ids"),
+        (
+            {"kv_source_layer_ids": [3, 8, 14, 20]},
+            "kv_source_layer_ids names layer 3, which is not in index_source_layer_ids",
+        ),
         ({"kv_source_layer_ids": [8, 14, 20]}, "layer 2 has compress ratio 2 but no KV source before it"),
-        ({"index_source_layer_ids": [0, 2, 8, 14, 20]}, r"index_source_layer_ids names layer 0, but compress_ratios\[0\] is 0"),
+        (
+            {"index_source_layer_ids": [0, 2, 8, 14, 20]},
+            r"index_source_layer_ids names layer 0, but compress_ratios\[0\] is 0",
+        ),
         ({"index_source_layer_ids": [2, 8, 14, 20, 40]}, "index_source_layer_ids names layer 40; there are 40 layers"),
         ({"candidate_source_layer_id": 24}, "candidate_source_layer_id 24 is not in kv_source_layer_ids"),
-        ({"candidate_topk_blocks": 8}, "candidate_topk_blocks 8 x candidate_block_size 8 = 64 positions cannot hold index_topk 512"),
+        (
+            {"candidate_topk_blocks": 8},
+            "candidate_topk_blocks 8 x candidate_block_size 8 = 64 positions cannot hold index_topk 512",
+        ),
         ({"engram_num_embeddings": [5]}, "engram_num_embeddings has 1 entries for 2 layers"),
         ({"engram_pad_token_id": 200000}, "engram_pad_token_id 200000 lies outside vocab_size 129280"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.rope_type is 'linear'"),

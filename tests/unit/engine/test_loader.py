@@ -6,11 +6,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from headrace.engine.checkpoint import INDEX, Checkpoint, CheckpointError
 from headrace.engine.config import ConfigError
 from headrace.engine.loader import load_model
 from headrace.engine.make_checkpoint import make_checkpoint
-from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +52,17 @@ def rewrite(path, name, change):
         ("vision.norm.weight", lambda t: torch.zeros(2), "no vision_config"),
         ("norm.weight", lambda t: t[:-1], r"norm.weight has shape \[63\]; config.json says \[64\]"),
         ("norm.weight", lambda t: t.float(), "norm.weight is F32; expected BF16"),
-        ("layers.0.attn.wq_a.weight", lambda t: t.float().bfloat16(), "layers.0.attn.wq_a.weight is BF16; expected F8_E4M3"),
+        (
+            "layers.0.attn.wq_a.weight",
+            lambda t: t.float().bfloat16(),
+            "layers.0.attn.wq_a.weight is BF16; expected F8_E4M3",
+        ),
         ("layers.1.ffn.experts.0.w2.weight", lambda t: t.view(torch.uint8), "is U8; expected I8"),
-        ("layers.0.attn.attn_sink", lambda t: t.fill_(float("nan")), "layers.0.attn.attn_sink holds values that are not finite"),
+        (
+            "layers.0.attn.attn_sink",
+            lambda t: t.fill_(float("nan")),
+            "layers.0.attn.attn_sink holds values that are not finite",
+        ),
     ],
 )
 def test_wrong_tensors_are_refused_by_name(path, name, change, message):
@@ -156,7 +165,8 @@ def test_the_digest_covers_weights_config_and_tokenizer(good, path, tmp_path):
 
 
 def test_decoded_weights_equal_the_formats_definition(good):
-    """FP8: one power of two per 32x32 block; FP4: low nibble is the even column, one power of two per row and 32 columns."""
+    """FP8: one power of two per 32x32 block; FP4: low nibble is the even column, one power of two per row and 32
+    columns."""
     checkpoint, model = Checkpoint(good), load_model(good)
     weight = checkpoint.tensor("layers.0.attn.wq_b.weight").float().numpy()
     scale = 2.0 ** (checkpoint.tensor("layers.0.attn.wq_b.scale").view(torch.uint8).numpy().astype(np.float64) - 127)
@@ -164,7 +174,9 @@ def test_decoded_weights_equal_the_formats_definition(good):
     for row, column in ((0, 0), (31, 31), (32, 0), (127, 17)):
         assert got[row, column] == weight[row, column] * scale[row // 32, column // 32]
     packed = checkpoint.tensor("layers.2.ffn.experts.3.w1.weight").view(torch.uint8).numpy()
-    scale = 2.0 ** (checkpoint.tensor("layers.2.ffn.experts.3.w1.scale").view(torch.uint8).numpy().astype(np.float64) - 127)
+    scale = 2.0 ** (
+        checkpoint.tensor("layers.2.ffn.experts.3.w1.scale").view(torch.uint8).numpy().astype(np.float64) - 127
+    )
     levels = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     got = model.layers[2].ffn.w_in[0, 3].numpy()
     for row, column in ((0, 0), (0, 1), (5, 33), (31, 63)):
@@ -195,7 +207,9 @@ def test_bf16_weights(good):
     for dtype in (torch.float32, torch.bfloat16):
         model = load_model(good, kv_store="fp32", numerics="exact", dtype=dtype)
         states = model.new_states(1)
-        hidden = model.forward([Segment(0, 0, list(range(10, 60)), [], [0], outputs=range(50))], KVPool(model.spec, 1), states)
+        hidden = model.forward(
+            [Segment(0, 0, list(range(10, 60)), [], [0], outputs=range(50))], KVPool(model.spec, 1), states
+        )
         assert hidden.dtype == dtype
         logits.append(model.logits(hidden))
     assert logits[1].dtype == torch.float32

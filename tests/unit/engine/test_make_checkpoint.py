@@ -5,6 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
 from headrace.engine.batch import Segment
 from headrace.engine.cache import KVPool
 from headrace.engine.checkpoint import INDEX, Checkpoint
@@ -19,8 +22,6 @@ from headrace.engine.make_checkpoint import (
 )
 from headrace.engine.models.v41.engram import NgramHash, bucket_sizes, compressed_ids
 from headrace.kernels.quantize import dequantize_block_fp8
-from safetensors import safe_open
-from tokenizers import Tokenizer
 
 
 @pytest.fixture(scope="module", params=["w16", "nano"])

@@ -1,10 +1,14 @@
-"""The V4.1 model half of the engine: every way of computing a sequence gives the same bits (exact, batch_invariant), a state travels,
-floors hold, and the cache has the declared layout. Values against an independent implementation are in tests/parity/test_v41.py."""
+"""The V4.1 model half of the engine: every way of computing a sequence gives the same bits (exact, batch_invariant),
+a state travels, floors hold, and the cache has the declared layout. Values against an independent implementation are
+in tests/parity/test_v41.py."""
 
 import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from headrace.engine.batch import Segment
 from headrace.engine.cache import KVPool
 from headrace.engine.config import parse_config
@@ -13,8 +17,6 @@ from headrace.engine.make_checkpoint import make_checkpoint
 from headrace.engine.models.v41.attention import attend, candidate_blocks, top_positions
 from headrace.engine.models.v41.cache import cache_spec
 from headrace.engine.models.v41.layers import sinkhorn
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 BLOCK = 128
 
@@ -43,7 +45,15 @@ class Memory:
     def run(self, *parts, **floors):
         """parts: (slot, ids, start, stop, table) -> logits of all rows, per part."""
         segments = [
-            Segment(slot, start, ids[start:stop], ids[max(0, start - 3) : start], table, outputs=range(start, stop), **floors)
+            Segment(
+                slot,
+                start,
+                ids[start:stop],
+                ids[max(0, start - 3) : start],
+                table,
+                outputs=range(start, stop),
+                **floors,
+            )
             for slot, ids, start, stop, table in parts
         ]
         rows = self.model.logits(self.model.forward(segments, self.kv, self.states))
@@ -84,6 +94,18 @@ def test_chunking_and_company_do_not_change_a_bit(model, data):
         got.append(rows[[part[0] for part in parts].index(0)])
         position += size
     assert torch.equal(torch.cat(got), want)
+
+
+def test_equal_chunks_of_two_sequences_form_one_group(model):
+    one, two, memory = tokens(21, 90), tokens(22, 90), Memory(model)
+    got = [memory.run((0, one, a, b, [3]), (1, two, a, b, [1])) for a, b in ((0, 33), (33, 66), (66, 90))]
+    for which, ids in enumerate((one, two)):
+        assert torch.equal(torch.cat([rows[which] for rows in got]), whole(model, ids))
+
+
+def test_a_short_block_table_is_refused(model):
+    with pytest.raises(ValueError, match="129 tokens need 2 blocks, the block table has 1"):
+        Memory(model).run((0, tokens(1, 129), 0, 129, [0]))
 
 
 def test_fp32_store_is_invariant_too(path):
@@ -240,8 +262,10 @@ def test_bounded_compresses_exactly_and_decodes_approximately(path, bounded, mod
 
 def test_bounded_rejects_outputs_that_the_decoder_skips(bounded):
     memory = Memory(bounded)
-    with pytest.raises(ValueError, match=r"output 3 is not among the rows \[40, 60\)"):
-        bounded.forward([Segment(0, 0, tokens(1, 60), [], [0], decoder_floor=40, outputs=[3])], memory.kv, memory.states)
+    with pytest.raises(ValueError, match=r"output 3 is not a row \[40, 60\)"):
+        bounded.forward(
+            [Segment(0, 0, tokens(1, 60), [], [0], decoder_floor=40, outputs=[3])], memory.kv, memory.states
+        )
 
 
 def test_a_body_chunk_of_a_bounded_prompt_runs_no_decoder_layer(bounded):

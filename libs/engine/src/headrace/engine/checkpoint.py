@@ -1,7 +1,7 @@
 """safetensors checkpoints: one file or shards with an index, memory-mapped; what a checkpoint's digest covers.
 
-Knows the container (header, offsets, index) and nothing of models. A tensor is a view of the file until somebody computes with it.
-Every defect is a CheckpointError that names the file or tensor.
+Knows the container (header, offsets, index) and nothing of models. A tensor is a view of the file until somebody
+computes with it. Every defect is a CheckpointError that names the file or tensor.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ class Entry:
 
 
 class Checkpoint:
-    """A directory with safetensors files. `entries`: every tensor's name (an optional `model.` prefix removed) -> Entry."""
+    """A directory with safetensors files. `entries`: every tensor's name (an optional `model.` prefix removed) ->
+    Entry."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise CheckpointError(f"{self.path} is not a directory; a checkpoint is a directory with config.json and {INDEX}")
+            raise CheckpointError(
+                f"{self.path} is not a directory; a checkpoint is a directory with config.json and {INDEX}"
+            )
         self.entries: dict[str, Entry] = {}
         self.headers: dict[Path, bytes] = {}
         self._maps: dict[Path, np.ndarray] = {}
@@ -74,8 +77,8 @@ class Checkpoint:
         return self._map(entry.file)[entry.begin : entry.begin + entry.nbytes].reshape(entry.shape[0], -1)
 
     def digest(self) -> str:
-        """Identity of config, tokenizer, index, every shard's header and size, and the shards' content: all of it up to 64 MiB a
-        shard, 64 evenly spaced pieces of 4 KiB beyond."""
+        """Identity of config, tokenizer, index, every shard's header and size, and the shards' content: all of it up
+        to 64 MiB a shard, 64 evenly spaced pieces of 4 KiB beyond."""
         digest = hashlib.blake2b(digest_size=16)
         for name in ("config.json", "tokenizer.json", INDEX):
             file = self.path / name
@@ -104,7 +107,9 @@ class Checkpoint:
             index = json.loads(file.read_text())["weight_map"]
             assert all(isinstance(v, str) and Path(v).name == v for v in index.values())
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-            raise CheckpointError(f"{file} is not a safetensors index with a weight_map of file names: {error!r}") from None
+            raise CheckpointError(
+                f"{file} is not a safetensors index with a weight_map of file names: {error!r}"
+            ) from None
         return index
 
     def _read_shard(self, file: Path, index: dict[str, str]) -> None:
@@ -138,7 +143,9 @@ class Checkpoint:
             raise CheckpointError(f"{name} in {file.name} has dtype {dtype}; known are {', '.join(DTYPES)}")
         nbytes = math.prod(shape) * DTYPES[dtype].itemsize
         if end - begin != nbytes or begin < 0:
-            raise CheckpointError(f"{name} in {file.name}: {dtype} {list(shape)} needs {nbytes} bytes, the header gives {end - begin}")
+            raise CheckpointError(
+                f"{name} in {file.name}: {dtype} {list(shape)} needs {nbytes} bytes, the header gives {end - begin}"
+            )
         if data + end > size:
             raise CheckpointError(f"{file} is truncated: {name} ends at byte {data + end}, the file has {size}")
         if _plain(name) in self.entries:

@@ -1,7 +1,8 @@
 """config.json of a DeepSeek-V4.1 checkpoint, typed and checked once.
 
-Knows: the names of both released files (`config.json`: root + text_config + vision_config; `inference/config.json`: flat) and which
-values contradict each other. Does not know tensors or devices. Every error names the key, the value and what would be right.
+Knows: the names of both released files (`config.json`: root + text_config + vision_config; `inference/config.json`:
+flat) and which values contradict each other. Does not know tensors or devices. Every error names the key, the value
+and what would be right.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ class ModelConfig:
 
     @property
     def cut_layer(self) -> int:
-        """First decoder layer: the last layer that owns global KV. Layers from here on only need a prompt's tail (CED)."""
+        """First decoder layer: the last layer that owns global KV. Layers from here on only need a prompt's tail
+        (CED)."""
         return self.kv_source_layer_ids[-1] if self.kv_source_layer_ids else self.num_hidden_layers
 
     @property
@@ -205,7 +207,9 @@ def parse_config(data: dict[str, Any]) -> ModelConfig:
     architecture = data.get("architectures", ["DeepseekV41ForCausalLM"])
     model_type = data.get("model_type", "deepseek_v41")
     if architecture != ["DeepseekV41ForCausalLM"] or model_type not in ("deepseek_v41", "deepseek_v41_text"):
-        raise ConfigError(f"architectures {architecture} (model_type {model_type!r}) is not DeepseekV41ForCausalLM (deepseek_v41)")
+        raise ConfigError(
+            f"architectures {architecture} (model_type {model_type!r}) is not DeepseekV41ForCausalLM (deepseek_v41)"
+        )
     values = {key: text[key] for key in _names(ModelConfig) if key in text}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id", "tie_word_embeddings"):
         if data.get(key) is not None:
@@ -266,7 +270,8 @@ def _names(cls: type) -> list[str]:
 
 
 def _build(cls: type, values: dict[str, Any]) -> Any:
-    """Make a config dataclass from JSON values; lists become tuples; numbers are type-checked against the annotation."""
+    """Make a config dataclass from JSON values; lists become tuples; numbers are type-checked against the
+    annotation."""
     known = {}
     for field in fields(cls):
         if field.name not in values:
@@ -300,7 +305,35 @@ def _typed(name: str, annotation: str, value: Any) -> Any:
 
 # ------------------------------------------------------------------ checks
 
-_POSITIVE = ["vocab_size", "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim", "qk_rope_head_dim", "q_lora_rank", "o_lora_rank", "o_groups", "n_routed_experts", "num_experts_per_tok", "sliding_window", "index_n_heads", "index_head_dim", "index_topk", "hc_mult", "hc_sinkhorn_iters", "max_position_embeddings", "rms_norm_eps", "hc_eps", "rope_theta", "compress_rope_theta", "routed_scaling_factor", "swiglu_limit", "candidate_topk_blocks", "candidate_block_size"]
+_POSITIVE = [
+    "vocab_size",
+    "hidden_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "qk_rope_head_dim",
+    "q_lora_rank",
+    "o_lora_rank",
+    "o_groups",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "sliding_window",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+    "hc_mult",
+    "hc_sinkhorn_iters",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "hc_eps",
+    "rope_theta",
+    "compress_rope_theta",
+    "routed_scaling_factor",
+    "swiglu_limit",
+    "candidate_topk_blocks",
+    "candidate_block_size",
+]
 _FIXED = {
     "num_key_value_heads": 1,
     "n_shared_experts": 1,
@@ -325,7 +358,9 @@ def _check(c: ModelConfig) -> None:
     _check_schedule(c)
     _check_engram(c)
     if c.num_nextn_predict_layers and not c.dspark_target_layer_ids:
-        raise ConfigError(f"num_nextn_predict_layers is {c.num_nextn_predict_layers} but dspark_target_layer_ids is empty")
+        raise ConfigError(
+            f"num_nextn_predict_layers is {c.num_nextn_predict_layers} but dspark_target_layer_ids is empty"
+        )
     for layer in c.dspark_target_layer_ids if c.num_nextn_predict_layers else ():
         if not 0 <= layer < c.num_hidden_layers:
             raise ConfigError(f"dspark_target_layer_ids names layer {layer}; there are {c.num_hidden_layers}")
@@ -347,7 +382,8 @@ def _check_dimensions(c: ModelConfig) -> None:
         raise ConfigError(f"num_experts_per_tok {c.num_experts_per_tok} exceeds n_routed_experts {c.n_routed_experts}")
     if c.quantized and (c.hidden_size % 32 or c.moe_intermediate_size % 32):
         raise ConfigError(
-            f"FP4 experts need multiples of 32: hidden_size {c.hidden_size}, moe_intermediate_size {c.moe_intermediate_size}"
+            f"FP4 experts need multiples of 32: hidden_size {c.hidden_size}, "
+            f"moe_intermediate_size {c.moe_intermediate_size}"
         )
     for token in (c.bos_token_id, *c.eos_token_id, c.pad_token_id):
         if not 0 <= token < c.vocab_size:
@@ -379,23 +415,31 @@ def _check_schedule(c: ModelConfig) -> None:
             continue
         owner = layer if layer in c.kv_source_layer_ids else owner
         if owner is None or c.compress_ratios[owner] != ratio:
-            have = "no KV source before it" if owner is None else f"source layer {owner} of ratio {c.compress_ratios[owner]}"
+            have = (
+                "no KV source before it"
+                if owner is None
+                else f"source layer {owner} of ratio {c.compress_ratios[owner]}"
+            )
             raise ConfigError(f"layer {layer} has compress ratio {ratio} but {have}")
     candidate = c.candidate_source_layer_id
     if candidate is not None:
         if candidate not in c.kv_source_layer_ids:
-            raise ConfigError(f"candidate_source_layer_id {candidate} is not in kv_source_layer_ids {list(c.kv_source_layer_ids)}")
+            raise ConfigError(
+                f"candidate_source_layer_id {candidate} is not in kv_source_layer_ids {list(c.kv_source_layer_ids)}"
+            )
         reach = c.candidate_topk_blocks * c.candidate_block_size
         if reach < c.index_topk:
             raise ConfigError(
-                f"candidate_topk_blocks {c.candidate_topk_blocks} x candidate_block_size {c.candidate_block_size} = {reach} "
-                f"positions cannot hold index_topk {c.index_topk}"
+                f"candidate_topk_blocks {c.candidate_topk_blocks} x candidate_block_size {c.candidate_block_size} = "
+                f"{reach} positions cannot hold index_topk {c.index_topk}"
             )
 
 
 def _check_engram(c: ModelConfig) -> None:
     if len(c.engram_layer_ids) != len(c.engram_num_embeddings):
-        raise ConfigError(f"engram_num_embeddings has {len(c.engram_num_embeddings)} entries for {len(c.engram_layer_ids)} layers")
+        raise ConfigError(
+            f"engram_num_embeddings has {len(c.engram_num_embeddings)} entries for {len(c.engram_layer_ids)} layers"
+        )
     if not c.engram_layer_ids:
         return
     if c.engram_max_ngram_size < 2:

@@ -1,8 +1,9 @@
 """The one place that knows which device runs the model and what its matrix library does to single rows.
 
-Batch invariance on a CPU: MKL and its kin pick another kernel, with another order of summation, when a product has few rows (under 8
-where this was measured), so a row's bits depend on how many rows came with it. Padding to a multiple of 16 rows is enough on the
-machines seen; `row_rule` checks that on this one, for the shapes of this model, and otherwise multiplies 16 rows at a time.
+Batch invariance on a CPU: MKL and its kin pick another kernel, with another order of summation, when a product has
+few rows (under 8 where this was measured), so a row's bits depend on how many rows came with it. Padding to a
+multiple of 16 rows is enough on the machines seen; `row_rule` checks that on this one, for the shapes of this model,
+and otherwise multiplies 16 rows at a time.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ def row_rule(model: torch.nn.Module, batch_invariant: bool) -> tuple[int, int]:
     shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2} | {
         (p.shape[0] * p.shape[1] * p.shape[2], p.shape[3]) for p in model.parameters() if p.dim() == 4
     }
-    return (ROW_MULTIPLE, 0) if all(rows_are_independent(out, width) for out, width in shapes) else (ROW_MULTIPLE, ROW_MULTIPLE)
+    return (
+        (ROW_MULTIPLE, 0)
+        if all(rows_are_independent(out, width) for out, width in shapes)
+        else (ROW_MULTIPLE, ROW_MULTIPLE)
+    )
 
 
 def rows_are_independent(out_features: int, in_features: int) -> bool:
-    """Whether [rows, in] x [in, out] gives each row the same bits for every multiple of 16 rows and every place among them."""
+    """Whether [rows, in] x [in, out] gives each row the same bits for every multiple of 16 rows and every place among
+    them."""
     out_features = min(out_features, 4096)
     with torch.inference_mode():
         draw = torch.Generator().manual_seed(0)

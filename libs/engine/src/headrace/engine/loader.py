@@ -1,7 +1,7 @@
 """From a checkpoint directory to a model that can run: check every tensor against the config, decode, place.
 
-Knows the schema of a family and where its modules keep a tensor. FP8 and FP4 weights are decoded once, at load; Engram tables and
-the token embedding stay in the file's memory map.
+Knows the schema of a family and where its modules keep a tensor. FP8 and FP4 weights are decoded once, at load;
+Engram tables and the token embedding stay in the file's memory map.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def load_model(
 ) -> Model:
     """Load a released-layout checkpoint.
 
-    kv_store: "quantized" (the model's FP8/FP4 records) or "fp32" (parity, no quantisation anywhere). numerics: "bounded" or
-    "exact". keep_rows: bounded only, rows of a prompt that decoder layers run on (default window + 12).
+    kv_store: "quantized" (the model's FP8/FP4 records) or "fp32" (parity, no quantisation anywhere). numerics:
+    "bounded" or "exact". keep_rows: bounded only, rows of a prompt that decoder layers run on (default window + 12).
     Raises ConfigError or CheckpointError naming what is wrong, both values where there are two.
     """
     check_device(device)
@@ -45,7 +45,14 @@ def load_model(
     checkpoint = Checkpoint(path)
     check_tensors(checkpoint, config)
     with torch.device("meta"):
-        model = V41Model(config, kv_store=kv_store, numerics=numerics, batch_invariant=batch_invariant, keep_rows=keep_rows, dtype=dtype)
+        model = V41Model(
+            config,
+            kv_store=kv_store,
+            numerics=numerics,
+            batch_invariant=batch_invariant,
+            keep_rows=keep_rows,
+            dtype=dtype,
+        )
     model.eval().requires_grad_(False)
     _Placer(model, checkpoint, config).place()
     model.finish_loading()
@@ -67,9 +74,13 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
         entry = checkpoint.entries.get(name)
         if entry is None:
             missing = sum(other not in checkpoint.entries for other in expected)
-            raise CheckpointError(f"{checkpoint.path}: {name} {list(shape)} is missing ({missing} of {len(expected)} tensors are)")
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} {list(shape)} is missing ({missing} of {len(expected)} tensors are)"
+            )
         if entry.shape != shape:
-            raise CheckpointError(f"{checkpoint.path}: {name} has shape {list(entry.shape)}; config.json says {list(shape)}")
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} has shape {list(entry.shape)}; config.json says {list(shape)}"
+            )
         if entry.dtype not in dtypes:
             raise CheckpointError(f"{checkpoint.path}: {name} is {entry.dtype}; expected {' or '.join(dtypes)}")
     extra = sorted(name for name in checkpoint.entries if name not in expected and not _ignored(name))
@@ -79,7 +90,9 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
             hint = "; config.json declares no draft (num_nextn_predict_layers 0)"
         if extra[0].startswith(("vision.", "aligner.", "image_")) and config.vision is None:
             hint = "; config.json has no vision_config"
-        raise CheckpointError(f"{checkpoint.path}: {extra[0]} is not part of this model ({len(extra)} extra tensors){hint}")
+        raise CheckpointError(
+            f"{checkpoint.path}: {extra[0]} is not part of this model ({len(extra)} extra tensors){hint}"
+        )
 
 
 def _ignored(name: str) -> bool:
@@ -153,7 +166,9 @@ class _Placer:
             decode = dequantize_mxfp4 if spec.kind == "fp4" else dequantize_block_fp8
             value = decode(stored, scale).to(self.model.dtype)
         if not value.isfinite().all():
-            raise CheckpointError(f"{self.checkpoint.path}: {name} holds values that are not finite; the file is damaged")
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {name} holds values that are not finite; the file is damaged"
+            )
         return value
 
     def _row_reader(self, name: str) -> RowReader:

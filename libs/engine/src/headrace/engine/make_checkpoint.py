@@ -1,7 +1,7 @@
 """Random checkpoints in exactly the released layout, for tests, benchmarks and a first run.
 
-Knows how to write what `models.v41.schema` lists. Weights are drawn so that logits have a sane spread and nothing hides a bug: norm
-weights are not 1, sinks and biases not 0. The words such a model says are random.
+Knows how to write what `models.v41.schema` lists. Weights are drawn so that logits have a sane spread and nothing
+hides a bug: norm weights are not 1, sinks and biases not 0. The words such a model says are random.
 """
 
 from __future__ import annotations
@@ -31,33 +31,35 @@ _COMMON: dict[str, Any] = {
     "rope_theta": 10000.0, "compress_rope_theta": 160000.0, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc",
     "norm_topk_prob": True, "routed_scaling_factor": 1.5, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6,
     "engram_max_ngram_size": 4, "engram_pad_token_id": 2, "num_nextn_predict_layers": 0,
-    "rope_scaling": {"rope_type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096},
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096,
+    },
     "max_position_embeddings": 65536,
 }  # fmt: skip
 
-# At least 16 index heads everywhere: with few, all of them are often clipped by relu, scores tie at exactly 0 and a selection would
-# hang on tie-breaking.
+# At least 16 index heads everywhere: with few, all of them are often clipped by relu, scores tie at exactly 0 and a
+# selection would hang on tie-breaking.
 PRESETS: dict[str, dict[str, Any]] = {
     # A 16-token window, every kind of layer at both ratios: exact replay costs 120 rows.
     "w16": {
-        "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 8, "num_attention_heads": 4, "head_dim": 32,
-        "qk_rope_head_dim": 16, "q_lora_rank": 32, "o_lora_rank": 16, "o_groups": 2, "n_routed_experts": 8,
+        "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "head_dim": 32, "qk_rope_head_dim": 16, "q_lora_rank": 32, "o_lora_rank": 16, "o_groups": 2, "n_routed_experts": 8,
         "num_experts_per_tok": 2, "sliding_window": 16, "compress_ratios": [0, 2, 2, 2, 1, 1, 1, 1],
-        "kv_source_layer_ids": [1, 4], "index_source_layer_ids": [1, 3, 4, 6], "index_n_heads": 16, "index_head_dim": 32,
-        "index_topk": 16, "candidate_source_layer_id": 4, "candidate_topk_blocks": 8, "candidate_block_size": 4,
+        "kv_source_layer_ids": [1, 4], "index_source_layer_ids": [1, 3, 4, 6], "index_n_heads": 16,
+        "index_head_dim": 32, "index_topk": 16, "candidate_source_layer_id": 4, "candidate_topk_blocks": 8, "candidate_block_size": 4,
         "engram_layer_ids": [1, 3], "engram_vocab_size": 400, "engram_n_heads": 2, "engram_head_dim": 32,
     },
     "nano": {
-        "hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "head_dim": 64,
-        "qk_rope_head_dim": 32, "q_lora_rank": 64, "o_lora_rank": 32, "o_groups": 2, "n_routed_experts": 8,
+        "hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 64, "o_lora_rank": 32, "o_groups": 2, "n_routed_experts": 8,
         "num_experts_per_tok": 2, "sliding_window": 64, "compress_ratios": [0, 2, 2, 1, 1, 1],
         "kv_source_layer_ids": [1, 3], "index_source_layer_ids": [1, 3, 5], "index_n_heads": 16, "index_head_dim": 64,
         "index_topk": 64, "candidate_source_layer_id": 3, "candidate_topk_blocks": 32, "candidate_block_size": 8,
         "engram_layer_ids": [1], "engram_vocab_size": 2000, "engram_n_heads": 4, "engram_head_dim": 32,
     },
     "tiny": {
-        "hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "head_dim": 64,
-        "qk_rope_head_dim": 32, "q_lora_rank": 128, "o_lora_rank": 64, "o_groups": 2, "n_routed_experts": 16,
+        "hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 128, "o_lora_rank": 64, "o_groups": 2, "n_routed_experts": 16,
         "num_experts_per_tok": 2, "sliding_window": 128, "compress_ratios": [0, 0, 2, 2, 1, 1, 1, 1],
         "kv_source_layer_ids": [2, 4], "index_source_layer_ids": [2, 4, 6], "index_n_heads": 16, "index_head_dim": 64,
         "index_topk": 128, "candidate_source_layer_id": 4, "candidate_topk_blocks": 64, "candidate_block_size": 8,
@@ -69,8 +71,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 def make_checkpoint(preset: str, seed: int, out: str | Path, *, tokenizer_json: dict[str, Any] | None = None) -> Path:
     """Write a random checkpoint of a preset ("nano", "tiny", "w16") and return its directory.
 
-    `tokenizer_json`: a decoded tokenizer.json; default is `small_tokenizer_json()`, one token per byte and V4.1's control tokens.
-    Equal arguments give equal files.
+    `tokenizer_json`: a decoded tokenizer.json; default is `small_tokenizer_json()`, one token per byte and V4.1's
+    control tokens. Equal arguments give equal files.
     """
     if preset not in PRESETS:
         raise ValueError(f"no preset {preset!r}; choose one of {', '.join(PRESETS)}")
@@ -88,13 +90,16 @@ def write_checkpoint(
     config = parse_config(data)
     tensors = random_tensors(config, seed)
     save_sharded(tensors, out)
-    for name, content in (
-        ("tokenizer.json", tokenizer),
-        ("config.json", json.dumps(data, indent=1)),
-        ("tokenizer_config.json", json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
-                                              "pad_token": PAD, "add_bos_token": False}, ensure_ascii=False, indent=1)),
-        ("generation_config.json", json.dumps({"bos_token_id": 0, "eos_token_id": 1, "temperature": 1.0, "top_p": 1.0}, indent=1)),
-    ):  # fmt: skip
+    special = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "add_bos_token": False}
+    sampling = {"bos_token_id": 0, "eos_token_id": 1, "temperature": 1.0, "top_p": 1.0}
+    for name, content in {
+        "tokenizer.json": tokenizer,
+        "config.json": json.dumps(data, indent=1),
+        "tokenizer_config.json": json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", **special}, ensure_ascii=False, indent=1
+        ),
+        "generation_config.json": json.dumps(sampling, indent=1),
+    }.items():
         (out / name).write_text(content)
     return out
 
@@ -205,7 +210,9 @@ def save_sharded(tensors: dict[str, torch.Tensor], out: Path) -> None:
         save_file(shard, out / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=1))
+    (out / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=1)
+    )
 
 
 # ------------------------------------------------------------------ a small tokenizer

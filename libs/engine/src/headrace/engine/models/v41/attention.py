@@ -1,8 +1,9 @@
-"""CSA2 attention: a sliding window of the layer's own KV plus the top compressed entries of a source layer, one softmax, a sink.
+"""CSA2 attention: a sliding window of the layer's own KV plus the top compressed entries of a source layer, one
+softmax, a sink.
 
-KV is one latent vector per token that is key and value for every head. Layers with compress ratio > 0 are Full (they write
-compressed entries and select), Reindex (they select with their own queries over a Full layer's keys) or Reuse (neither).
-The modules are plain maths on rows; `Pass` is the only thing here that touches rings and blocks.
+KV is one latent vector per token that is key and value for every head. Layers with compress ratio > 0 are Full (they
+write compressed entries and select), Reindex (they select with their own queries over a Full layer's keys) or Reuse
+(neither). The modules are plain maths on rows; `Pass` is the only thing here that touches rings and blocks.
 """
 
 from __future__ import annotations
@@ -23,13 +24,19 @@ SCORE_ELEMENTS = 1 << 22  # query rows are scored in tiles of about this many (r
 
 
 def attend(
-    q: torch.Tensor, window: torch.Tensor, window_bias: torch.Tensor, sink: torch.Tensor, scale: float,
-    selected: torch.Tensor | None = None, selected_bias: torch.Tensor | None = None,
+    q: torch.Tensor,
+    window: torch.Tensor,
+    window_bias: torch.Tensor,
+    sink: torch.Tensor,
+    scale: float,
+    selected: torch.Tensor | None = None,
+    selected_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One softmax over window keys, selected keys and a sink that only enters the denominator.
 
-    q [T, H, D], window [T, W, D], window_bias [T, 1, W] (0 or -inf), sink [H], selected [T, K, D], selected_bias [T, 1, K]
-    -> [T, H, D]. Widths W and K are the same for every row, so a row's arithmetic does not depend on its neighbours.
+    q [T, H, D], window [T, W, D], window_bias [T, 1, W] (0 or -inf), sink [H], selected [T, K, D], selected_bias [T,
+    1, K] -> [T, H, D]. Widths W and K are the same for every row, so a row's arithmetic does not depend on its
+    neighbours.
     """
     rows, heads, width = q.shape[0], q.shape[1], window.shape[1]
     logits = [torch.baddbmm(window_bias, q, window.transpose(1, 2), alpha=scale)]
@@ -52,7 +59,8 @@ def index_scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> 
 
 
 def top_positions(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Positions of the k largest scores of each row; of equal scores the lower position is taken. fp32 [T, N] -> int64 [T, k].
+    """Positions of the k largest scores of each row; of equal scores the lower position is taken. fp32 [T, N] ->
+    int64 [T, k].
 
     Exact: scores become order-preserving integers and the position is the rest of the key, so no two keys are equal.
     """
@@ -67,8 +75,8 @@ def top_positions(scores: torch.Tensor, k: int) -> torch.Tensor:
 def candidate_blocks(scores: torch.Tensor, visible: torch.Tensor, top_blocks: int, block_size: int) -> torch.Tensor:
     """Blocks of `block_size` positions that later index layers may select from, bool [T, ceil(N / block_size)].
 
-    scores [T, N] are -inf where not visible; a block scores as its best position; the newest visible block is always kept and
-    counts among the top blocks; blocks without a visible position never qualify.
+    scores [T, N] are -inf where not visible; a block scores as its best position; the newest visible block is always
+    kept and counts among the top blocks; blocks without a visible position never qualify.
     """
     best = nn.functional.pad(scores, (0, -scores.shape[-1] % block_size), value=-torch.inf)
     best = best.unflatten(-1, (-1, block_size)).amax(-1)
@@ -82,7 +90,8 @@ def candidate_blocks(scores: torch.Tensor, visible: torch.Tensor, top_blocks: in
 
 
 class Pass:
-    """What the layers of one forward pass share: rows, phases, cache views, and selections on their way to Reuse layers."""
+    """What the layers of one forward pass share: rows, phases, cache views, and selections on their way to Reuse
+    layers."""
 
     def __init__(
         self, config: ModelConfig, rows: Rows, kv: KVPool, states: V41StatePool, kinds: Codecs, fixed_width: bool
@@ -91,7 +100,6 @@ class Pass:
         self.groups = {group.name: _widened(kv.entries(group)) for group in kv.spec.groups}
         self.block_tokens = kv.spec.block_tokens
         self.fixed_width = fixed_width  # always index_topk selected columns, whatever is visible
-        self.written: dict[tuple[int, int], tuple] = {}
         self.enter(rows)
 
     def enter(self, rows: Rows) -> None:
@@ -112,7 +120,8 @@ class Pass:
     # -------------------------------------------------------------- window KV
 
     def windows(self, layer: int, fresh: torch.Tensor) -> list[torch.Tensor]:
-        """Store this pass's window KV [count, D] and return every row's window, per group [rows, W, D] (views where possible)."""
+        """Store this pass's window KV [count, D] and return every row's window, per group [rows, W, D] (views where
+        possible)."""
         rows, width = self.rows, self.config.sliding_window
         fresh = self.codecs.window.round(fresh).float()
         ring = self.states.windows[layer].flatten(0, 1)
@@ -127,8 +136,15 @@ class Pass:
 
     # -------------------------------------------------------------- compressed KV
 
-    def write_entries(self, layer: int, rows: torch.Tensor, block: torch.Tensor, offset: torch.Tensor,
-                      main: torch.Tensor, index: torch.Tensor) -> None:
+    def write_entries(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        block: torch.Tensor,
+        offset: torch.Tensor,
+        main: torch.Tensor,
+        index: torch.Tensor,
+    ) -> None:
         """Entries completed by `rows` [E]: main latents [E, D] and index keys [E, DI], both after RoPE."""
         for kind, values, codec in (("main", main, self.codecs.main), ("index", index, self.codecs.index)):
             entries = self.groups[f"{kind}.{layer}"]
@@ -137,8 +153,7 @@ class Pass:
     def index_keys(self, layer: int, group: Group) -> torch.Tensor:
         """All index keys of the group's sequences, [segments, N, DI], N a whole number of blocks."""
         if (layer, group.begin) not in self.keys:
-            tables = self.rows.tables[group.first_segment : group.first_segment + group.segments]
-            entries = self.groups[f"index.{layer}"][tables]
+            entries = self.groups[f"index.{layer}"][group.tables]
             values = self.codecs.index.decode(entries.view(torch.uint8))  # [S, B, entries per block, DI]
             self.keys[layer, group.begin] = values.flatten(1, 2)
         return self.keys[layer, group.begin]
@@ -160,10 +175,10 @@ class Pass:
         for group in self.rows.groups:
             numbers = chosen[group.begin : group.end]
             pieces = self.rows.piece_of[group.begin : group.end]
-            tables = self.rows.tables[group.first_segment : group.first_segment + group.segments]
-            if group.length * chosen.shape[1] > tables.shape[1] * per_block:
-                whole = self.codecs.main.decode(entries[tables].view(torch.uint8)).flatten(0, 2)
-                flat = numbers + ((pieces - group.first_segment) * (tables.shape[1] * per_block))[:, None]
+            capacity = group.tables.shape[1] * per_block
+            if group.length * chosen.shape[1] > capacity:
+                whole = self.codecs.main.decode(entries[group.tables].view(torch.uint8)).flatten(0, 2)
+                flat = numbers + ((pieces - group.first_piece) * capacity)[:, None]
                 parts.append(whole.index_select(0, flat.flatten()).view(*numbers.shape, -1))
             else:
                 block = self.rows.tables[pieces[:, None], numbers // per_block]
@@ -174,7 +189,9 @@ class Pass:
 def _widened(entries: torch.Tensor) -> torch.Tensor:
     """View uint8 entries [blocks, n, bytes] as the widest integers that fit, so that indexing copies fewer elements."""
     for dtype, size in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2)):
-        if all(v % size == 0 for v in (entries.shape[2], entries.storage_offset(), entries.stride(0), entries.data_ptr())):
+        if all(
+            v % size == 0 for v in (entries.shape[2], entries.storage_offset(), entries.stride(0), entries.data_ptr())
+        ):
             return entries.view(dtype)
     return entries
 
@@ -242,8 +259,9 @@ class Indexer(nn.Module):
                 shared.candidates[group.begin] = None
         return everything
 
-    def _select_group(self, layer: int, group: Group, q: torch.Tensor, weights: torch.Tensor, visible: torch.Tensor,
-                      shared: Pass) -> torch.Tensor:
+    def _select_group(
+        self, layer: int, group: Group, q: torch.Tensor, weights: torch.Tensor, visible: torch.Tensor, shared: Pass
+    ) -> torch.Tensor:
         c = self.config
         keys = shared.index_keys(c.kv_owner(layer), group)
         part, shape = slice(group.begin, group.end), (group.segments, group.length)
@@ -258,7 +276,9 @@ class Indexer(nn.Module):
             scores = index_scores(q[:, part], keys, weights[:, part])
             scores = scores.masked_fill_(entry >= seen[:, part, None], -torch.inf).flatten(0, 1)
             if layer == c.candidate_source_layer_id:
-                blocks = candidate_blocks(scores, seen[:, part].flatten(), c.candidate_topk_blocks, c.candidate_block_size)
+                blocks = candidate_blocks(
+                    scores, seen[:, part].flatten(), c.candidate_topk_blocks, c.candidate_block_size
+                )
                 candidates.append(blocks.view(group.segments, -1, blocks.shape[1]))
             if allowed is not None:
                 blocks = allowed[:, part].flatten(0, 1).repeat_interleave(c.candidate_block_size, dim=1)
@@ -322,8 +342,13 @@ class Attention(nn.Module):
         for group, window in zip(shared.rows.groups, windows, strict=True):
             part = slice(group.begin, group.end)
             output[part] = attend(
-                q[part], window, shared.rows.window_bias[part], self.attn_sink, scale,
-                None if selected is None else selected[part], None if bias is None else bias[part],
+                q[part],
+                window,
+                shared.rows.window_bias[part],
+                self.attn_sink,
+                scale,
+                None if selected is None else selected[part],
+                None if bias is None else bias[part],
             )
         return output
 
@@ -341,11 +366,13 @@ class Attention(nn.Module):
     def write_sources(self, u: torch.Tensor, table: object, shared: Pass, row_multiple: int) -> None:
         """Compress rows u [padded, d] and write the finished entries and their index keys; keep an unfinished pair."""
         rows = shared.rows
-        done, block, offset = rows.entries(self.ratio, shared.block_tokens)
+        done, block, offset = rows.entries(self.ratio)
         latent = self._latents(u, done, shared, row_multiple)
         if not done.numel():
             return
-        positions = rows.positions[done] // self.ratio * self.ratio  # an entry is rotated as the first token of its group
+        positions = (
+            rows.positions[done] // self.ratio * self.ratio
+        )  # an entry is rotated as the first token of its group
         phases = table(nn.functional.pad(positions, (0, latent.shape[0] - done.numel())), rows.limit)
         key = rotate(self.indexer.k_norm(self.indexer.wk(latent)), phases)
         main = rotate(latent, phases)
@@ -359,10 +386,12 @@ class Attention(nn.Module):
         projected = self.compressor.project(u)[: rows.count]  # [count, 2, D]
         states = shared.states
         pending = states.pending[states.pending_index[self.layer]]  # [slots, ring, 2, D]
-        before = pending[rows.slot_of_piece, (rows.starts - 1) % states.pending_ring]  # the row before each piece
+        before = pending[rows.slots, (rows.starts - 1) % states.pending_ring]  # the row before each piece
         pool = torch.cat([projected, before])
-        previous = torch.where(rows.in_piece == 0, rows.count + rows.piece_of, torch.arange(rows.count, device=u.device) - 1)
+        previous = torch.where(
+            rows.in_piece == 0, rows.count + rows.piece_of, torch.arange(rows.count, device=u.device) - 1
+        )
         latent = Compressor.pool(torch.stack([pool[previous[padded]], pool[padded]], dim=1))
-        tail = (rows.lengths_of_rows - rows.in_piece <= states.pending_ring).nonzero().squeeze(1)
-        pending[rows.slot_of_piece[rows.piece_of[tail]], rows.positions[tail] % states.pending_ring] = projected[tail]
+        tail = (rows.from_end <= states.pending_ring).nonzero().squeeze(1)
+        pending[rows.slots[rows.piece_of[tail]], rows.positions[tail] % states.pending_ring] = projected[tail]
         return self.compressor.norm(latent.to(u.dtype))

@@ -1,11 +1,12 @@
 """The V4.1 cache: what a block holds, what a state slot holds, and how a state travels.
 
-Paged groups, per layer that owns compressed KV: "main.L" (the latent, key and value at once) and "index.L" (the indexer's key),
-one entry per `ratio` tokens. Two stores with one interface: `quantized` has the model's own FP8/FP4 records (528, 288 and 68 bytes
-at the released dimensions), `fp32` keeps plain values and applies no quantisation anywhere (parity).
+Paged groups, per layer that owns compressed KV: "main.L" (the latent, key and value at once) and "index.L" (the
+indexer's key), one entry per `ratio` tokens. Two stores with one interface: `quantized` has the model's own FP8/FP4
+records (528, 288 and 68 bytes at the released dimensions), `fp32` keeps plain values and applies no quantisation
+anywhere (parity).
 
-A state slot holds every layer's window ring and the ratio-2 compressors' last rows. Rings hold fp32 values that are exactly
-representable as window records; records are what `pack` writes.
+A state slot holds every layer's window ring and the ratio-2 compressors' last rows. Rings hold fp32 values that are
+exactly representable as window records; records are what `pack` writes.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class RecordCodec(Codec):
         self.kind = kind
         self.encode = getattr(formats, f"pack_{kind}_record")
         self.decode = getattr(formats, f"unpack_{kind}_record")
-        self.entry_bytes = {"window": dim + dim // 32, "main": dim // 2 + dim // 16, "index": dim // 2 + dim // 32}[kind]
+        self.entry_bytes = {"window": dim + dim // 32, "main": dim // 2 + dim // 16, "index": dim // 2 + dim // 32}[
+            kind
+        ]
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
         match self.kind:  # the same as decode(encode(values)), without building records
@@ -90,7 +93,8 @@ def codecs(config: ModelConfig, kv_store: str) -> Codecs:
 def cache_spec(
     config: ModelConfig, kv_store: str, numerics: str, batch_invariant: bool = False, keep_rows: int | None = None
 ) -> CacheSpec:
-    """Groups at fixed offsets, all main groups first. At the released dimensions a block has 113,920 bytes = 890 a token."""
+    """Groups at fixed offsets, all main groups first. At the released dimensions a block has 113,920 bytes = 890 a
+    token."""
     if numerics not in ("bounded", "exact"):
         raise ValueError(f"numerics is {numerics!r}; choose 'bounded' or 'exact'")
     reach = config.sliding_window - 1
@@ -100,7 +104,9 @@ def cache_spec(
     else:
         keep = replay = _even(keep_rows if keep_rows is not None else config.sliding_window + ROLLBACK)
         if keep < config.sliding_window:
-            raise ValueError(f"keep_rows {keep} is less than the window of {config.sliding_window}: decode would miss window KV")
+            raise ValueError(
+                f"keep_rows {keep} is less than the window of {config.sliding_window}: decode would miss window KV"
+            )
     kinds = codecs(config, kv_store)
     groups, offset = [], 0
     for kind, codec in (("main", kinds.main), ("index", kinds.index)):
@@ -143,10 +149,12 @@ def _even(rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Shape of a packed state: header, encoder window rows, decoder window rows, one pending compressor row per ratio-2 source.
+    """Shape of a packed state: header, encoder window rows, decoder window rows, one pending compressor row per
+    ratio-2 source.
 
-    Header: magic, version, position, first encoder row, first decoder row, payload bytes, then 16 bytes each of the layout's and
-    the payload's blake2b digest. Window rows are [layers, rows, record] for positions [first row, position).
+    Header: magic, version, position, first encoder row, first decoder row, payload bytes, then 16 bytes each of the
+    layout's and the payload's blake2b digest. Window rows are [layers, rows, record] for positions [first row,
+    position).
     """
 
     MAGIC = b"HRST"
@@ -192,18 +200,25 @@ class StateLayout:
             raise ValueError(f"a state of {len(data)} bytes is shorter than its header of {self.HEADER.size}")
         magic, version, at, encoder, decoder, size, layout, digest = self.HEADER.unpack_from(data)
         if magic != self.MAGIC or version != self.VERSION:
-            raise ValueError(f"not a packed state: it starts with {magic!r} version {version}, not {self.MAGIC!r} {self.VERSION}")
+            raise ValueError(
+                f"not a packed state: it starts with {magic!r} version {version}, not {self.MAGIC!r} {self.VERSION}"
+            )
         if layout != _digest(layout_id.encode()):
-            raise ValueError(f"the state's layout is {layout.hex()}; this model has {layout_id} ({_digest(layout_id.encode()).hex()})")
+            own = _digest(layout_id.encode()).hex()
+            raise ValueError(f"the state's layout is {layout.hex()}; this model has {layout_id} ({own})")
         if at != position:
             raise ValueError(f"the state is of position {at}, expected {position}")
         oldest = max(0, position - self.window + 1)
         if not (oldest <= encoder <= position and oldest <= decoder <= position):
-            raise ValueError(f"window rows from {encoder} and {decoder} do not fit position {position} and window {self.window}")
+            raise ValueError(
+                f"window rows from {encoder} and {decoder} do not fit position {position} and window {self.window}"
+            )
         payload = data[self.HEADER.size : self.HEADER.size + size]
         expected = self.payload_bytes(position, (encoder, decoder))
         if len(payload) != size or size != expected:
-            raise ValueError(f"the state has {len(data) - self.HEADER.size} bytes after its header, says {size}, needs {expected}")
+            raise ValueError(
+                f"the state has {len(data) - self.HEADER.size} bytes after its header, says {size}, needs {expected}"
+            )
         if _digest(payload) != digest:
             raise ValueError(f"the state's payload of {size} bytes does not match its digest {digest.hex()}")
         return (encoder, decoder), payload
@@ -226,12 +241,19 @@ UNSET = 1 << 62
 class V41StatePool:
     """State slots on the device. A row of position p lies at p % ring; who reads it must know that it is valid.
 
-    `first[phase][slot]` is the oldest position with valid window rows in encoder (0) and decoder (1) layers; rows below it, of an
-    earlier tenant or never computed, are visible to nobody. `next[phase][slot]` is the position after the newest.
+    `first[phase][slot]` is the oldest position with valid window rows in encoder (0) and decoder (1) layers; rows
+    below it, of an earlier tenant or never computed, are visible to nobody. `next[phase][slot]` is the position after
+    the newest.
     """
 
     def __init__(
-        self, config: ModelConfig, spec: CacheSpec, kinds: Codecs, slots: int, ring: int | None = None, device: str = "cpu"
+        self,
+        config: ModelConfig,
+        spec: CacheSpec,
+        kinds: Codecs,
+        slots: int,
+        ring: int | None = None,
+        device: str = "cpu",
     ) -> None:
         self.slots, self.spec = slots, spec
         self.window, self.codec = config.sliding_window, kinds.window
@@ -254,7 +276,8 @@ class V41StatePool:
     def advance(self, phase: int, slot: int, start: int, stop: int) -> int:
         """Rows [start, stop) are about to be computed; returns the oldest position whose window rows they may see.
 
-        A gap before `start` (a replay, or decoder layers that skipped a prompt's body) makes everything older invisible.
+        A gap before `start` (a replay, or decoder layers that skipped a prompt's body) makes everything older
+        invisible.
         """
         if self.first[phase][slot] > start or self.next[phase][slot] < start:
             self.first[phase][slot] = start
@@ -282,7 +305,7 @@ class V41StatePool:
     def unpack(self, slot: int, position: int, data: memoryview) -> None:
         data = memoryview(data).cast("B")
         first, payload = self.layout.check(self.spec.layout_id, position, data)
-        flat = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if len(payload) else torch.empty(0, dtype=torch.uint8)
+        flat = torch.from_numpy(np.frombuffer(payload, np.uint8).copy())
         start = 0
         for phase, layers in enumerate((self.layout.encoder_layers, self.layout.decoder_layers)):
             rows = position - first[phase]
@@ -292,8 +315,6 @@ class V41StatePool:
                 self._window(phase)[:, slot, self._at(first[phase], position)] = values.to(self.windows.device)
             start += size
             self.first[phase][slot], self.next[phase][slot] = first[phase], position
-            if not rows:
-                self.first[phase][slot] = UNSET if not position else position
         if position % 2:
             tail = flat[start:].clone().view(torch.float32).view(len(self.pending_index), 2, -1)
             self.pending[:, slot, (position - 1) % self.pending_ring] = tail.to(self.pending.device)

@@ -1,7 +1,8 @@
 """Engram: hashed n-gram memory added to the residual streams before some layers.
 
-Knows: the compressed token ids, the hash of the last n ids of a row, the table rows they name, and the gated update. The tables
-are far larger than the rest of a model, so they stay in the checkpoint's memory map and only the named rows are read.
+Knows: the compressed token ids, the hash of the last n ids of a row, the table rows they name, and the gated update.
+The tables are far larger than the rest of a model, so they stay in the checkpoint's memory map and only the named
+rows are read.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ RowReader = Callable[[np.ndarray], torch.Tensor]  # table row numbers int64 [N] 
 
 
 def compressed_ids(tokenizer: Tokenizer) -> np.ndarray:
-    """Token id -> compressed id, int64 [len(tokenizer)]: tokens equal after normalisation share an id, in first-seen order."""
+    """Token id -> compressed id, int64 [len(tokenizer)]: tokens equal after normalisation share an id, in first-seen
+    order."""
     space = "\ue000"
     normalizer = normalizers.Sequence(
         [
@@ -55,7 +57,8 @@ def compressed_ids(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def cached_compressed_ids(tokenizer_file: Path) -> np.ndarray:
-    """`compressed_ids` of a tokenizer.json, kept in the user's cache directory (a 129,280-token vocabulary takes a second)."""
+    """`compressed_ids` of a tokenizer.json, kept in the user's cache directory (a 129,280-token vocabulary takes a
+    second)."""
     content = tokenizer_file.read_bytes()
     digest = hashlib.blake2b(content + tokenizers.__version__.encode(), digest_size=16).hexdigest()
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
@@ -99,7 +102,9 @@ class NgramHash:
         for layer, rows in zip(config.engram_layer_ids, config.engram_num_embeddings, strict=True):
             primes = np.array(tables[layer], np.int64)
             if primes.sum() > rows:
-                raise ValueError(f"layers.{layer}.engram hashes into {primes.sum()} rows but engram_num_embeddings says {rows}")
+                raise ValueError(
+                    f"layers.{layer}.engram hashes into {primes.sum()} rows but engram_num_embeddings says {rows}"
+                )
             self.primes[layer] = primes.reshape(self.size - 1, config.engram_n_heads)
             self.offsets[layer] = np.concatenate([[0], primes.cumsum()[:-1]]).reshape(self.primes[layer].shape)
             draw = np.random.default_rng(10007 * layer).integers(0, bound, size=self.size, dtype=np.int64)
@@ -130,7 +135,8 @@ class NgramHash:
 
 
 def bucket_sizes(config: ModelConfig) -> dict[int, list[int]]:
-    """Primes per layer: for each layer, each n, each head the next prime from engram_vocab_size not used anywhere before."""
+    """Primes per layer: for each layer, each n, each head the next prime from engram_vocab_size not used anywhere
+    before."""
     used: set[int] = set()
     sizes: dict[int, list[int]] = {}
     for layer in config.engram_layer_ids:
@@ -167,7 +173,8 @@ class Engram(nn.Module):
         self.read_rows: RowReader | None = None  # set by the loader; the table is not a parameter
 
     def forward(self, streams: torch.Tensor, table_rows: np.ndarray, image: torch.Tensor | None = None) -> torch.Tensor:
-        """streams [T, hc, d], table rows [T', hashes] of the first T' <= T rows (the others are padding) -> [T, hc, d]."""
+        """streams [T, hc, d], table rows [T', hashes] of the first T' <= T rows (the others are padding) -> [T, hc,
+        d]."""
         rows = streams.shape[0]
         memory = self.read_rows(table_rows.reshape(-1)).view(table_rows.shape[0], -1)
         if memory.shape[0] < rows:

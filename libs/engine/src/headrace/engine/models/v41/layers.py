@@ -87,7 +87,8 @@ def rope_frequencies(config: ModelConfig, compressed: bool) -> torch.Tensor:
 
 
 class RopeTable:
-    """exp(i * position * frequency) as complex64, grown in whole pages so that a value never depends on who asked first."""
+    """exp(i * position * frequency) as complex64, grown in whole pages so that a value never depends on who asked
+    first."""
 
     PAGE = 4096
 
@@ -105,7 +106,8 @@ class RopeTable:
 
 
 def rotate(x: torch.Tensor, phases: torch.Tensor) -> torch.Tensor:
-    """Rotate the last RD channels of x [T, D] or [T, H, D] by complex phases [T, RD / 2], adjacent pairs, in place for fp32."""
+    """Rotate the last RD channels of x [T, D] or [T, H, D] by complex phases [T, RD / 2], adjacent pairs, in place
+    for fp32."""
     rope_dim = 2 * phases.shape[-1]
     phases = phases.unsqueeze(1) if x.dim() == 3 else phases
     tail = x[..., x.shape[-1] - rope_dim :]
@@ -123,10 +125,11 @@ def rotate(x: torch.Tensor, phases: torch.Tensor) -> torch.Tensor:
 def mix(
     streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, config: ModelConfig, tile: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Coefficients of one sublayer from its input streams [T, hc, d]: pre [T, hc], post [T, hc], comb [T, hc, hc], all fp32.
+    """Coefficients of one sublayer from its input streams [T, hc, d]: pre [T, hc], post [T, hc], comb [T, hc, hc],
+    all fp32.
 
-    fn [2 hc + hc^2, hc d], base [2 hc + hc^2], scale [3]. The projection comes before the normalisation. `pre` collapses the
-    input of the NEXT sublayer; `post` and `comb` expand this one's output.
+    fn [2 hc + hc^2, hc d], base [2 hc + hc^2], scale [3]. The projection comes before the normalisation. `pre`
+    collapses the input of the NEXT sublayer; `post` and `comb` expand this one's output.
     """
     hc, eps = config.hc_mult, config.hc_eps
     x = streams.flatten(1).float()
@@ -147,8 +150,9 @@ def _scale_of_mix(hc: int, device: torch.device) -> torch.Tensor:
 def sinkhorn(z: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """Softmax over rows, then alternate column and row normalisation, columns last. [T, n, n] -> [T, n, n].
 
-    Matrices are kept flat with a constant 1 behind them, [T, n * n + 1]: one product with a constant matrix then gives every
-    element the sum of its row or column plus eps. Small models are bound by the number of operations, and this is two a pass.
+    Matrices are kept flat with a constant 1 behind them, [T, n * n + 1]: one product with a constant matrix then
+    gives every element the sum of its row or column plus eps. Small models are bound by the number of operations, and
+    this is two a pass.
     """
     n = z.shape[-1]
     rows, columns = _summing_matrices(n, eps, z.device)

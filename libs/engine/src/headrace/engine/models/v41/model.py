@@ -1,7 +1,7 @@
 """DeepSeek-V4.1 text model: layers, and one forward pass over a batch of segments.
 
-A causal encoder (layers below the last KV source) and a decoder that reads the last source's compressed KV. In class `bounded` the
-decoder's layers run on a prompt's last rows only; its KV source still compresses every row first (CED).
+A causal encoder (layers below the last KV source) and a decoder that reads the last source's compressed KV. In class
+`bounded` the decoder's layers run on a prompt's last rows only; its KV source still compresses every row first (CED).
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ class Layer(nn.Module):
         return self.attn_norm(collapse(streams, pre))
 
     def forward(
-        self, streams: torch.Tensor, u: torch.Tensor, phases: torch.Tensor, shared: Pass, image: torch.Tensor | None = None
+        self,
+        streams: torch.Tensor,
+        u: torch.Tensor,
+        phases: torch.Tensor,
+        shared: Pass,
+        image: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """streams [T, hc, d], u = attention_input -> (streams, pre of the next layer)."""
         c = self.config
@@ -118,7 +123,9 @@ class V41Model(nn.Module):
         c = self.config
         rows = self._rows([self._encoder_piece(i, s, states) for i, s in enumerate(segments)], segments, states)
         shared = Pass(c, rows, kv, states, self.codecs, fixed_width=self.batch_invariant)
-        ids = torch.tensor([t for piece in rows.pieces for t in segments[piece.index].ids], dtype=torch.int64, device=self.device)
+        ids = torch.tensor(
+            [t for piece in rows.pieces for t in segments[piece.index].ids], dtype=torch.int64, device=self.device
+        )
         h = self.embed(F.pad(ids, (0, rows.padded - rows.count))).to(self.dtype)
         streams = h.unsqueeze(1).repeat(1, c.hc_mult, 1)
         pre = torch.zeros(rows.padded, c.hc_mult, device=self.device)
@@ -156,54 +163,58 @@ class V41Model(nn.Module):
     # -------------------------------------------------------------- rows
 
     def _rows(self, pieces: list[Piece], segments: Sequence[Segment], states: V41StatePool) -> Rows:
-        return Rows(pieces, segments, self.config.sliding_window, states.ring, self.row_multiple, str(self.device))
+        return Rows(
+            pieces,
+            segments,
+            window=self.config.sliding_window,
+            ring=states.ring,
+            block_tokens=self.spec.block_tokens,
+            row_multiple=self.row_multiple,
+            device=self.device,
+        )
 
     def _encoder_piece(self, index: int, segment: Segment, states: V41StatePool) -> Piece:
         first = states.advance(0, segment.slot, segment.start, segment.stop)
-        return Piece(index, segment.start, segment.stop, max(first, segment.window_floor))
+        return self._piece(index, segment.start, segment.stop, max(first, segment.window_floor))
+
+    def _piece(self, index: int, start: int, stop: int, floor: int) -> Piece:
+        """A floor that no row's window reaches down to is no floor: then encoder and decoder rows are often the
+        same."""
+        return Piece(index, start, stop, floor if floor > start - self.config.sliding_window + 1 else 0)
 
     def _decoder_rows(
         self, rows: Rows, segments: Sequence[Segment], states: V41StatePool
     ) -> tuple[Rows, torch.Tensor | None] | None:
-        """Rows that decoder layers run on and where they lie among `rows` (None: all of them); None when there are none."""
-        pieces, take, begin = [], [], 0
+        """Rows that decoder layers run on, and where each lies among `rows` (None: nothing changes); None when there
+        are none."""
+        pieces = []
         for piece in rows.pieces:
             segment = segments[piece.index]
             start = min(max(piece.start, segment.decoder_floor), piece.stop)
-            take += range(begin + start - piece.start, begin + piece.stop - piece.start)
-            begin += piece.stop - piece.start
             for position in segment.outputs:
                 if not start <= position < piece.stop:
-                    raise ValueError(f"output {position} is not among the rows [{start}, {piece.stop}) that decoder layers run on")
+                    raise ValueError(
+                        f"output {position} is not a row [{start}, {piece.stop}) that decoder layers run on"
+                    )
             if start < piece.stop:
                 first = states.advance(1, segment.slot, start, piece.stop)
-                pieces.append(Piece(piece.index, start, piece.stop, max(first, segment.window_floor, segment.decoder_floor)))
+                floor = max(first, segment.window_floor, segment.decoder_floor)
+                pieces.append(self._piece(piece.index, start, piece.stop, floor))
+        if pieces == rows.pieces:
+            return rows, None
         if not pieces:
             return None
-        if len(take) == rows.count and all(a.floor == b.floor for a, b in zip(rows.pieces, pieces, strict=True)):
-            return rows, None
-        # The new rows may come in another order (sorted by their new lengths).
         kept = self._rows(pieces, segments, states)
-        where = {piece.index: i for i, piece in enumerate(rows.pieces)}
-        offsets = [0]
-        for piece in rows.pieces:
-            offsets.append(offsets[-1] + piece.stop - piece.start)
-        order = [
-            offsets[where[p.index]] + position - rows.pieces[where[p.index]].start
-            for p in kept.pieces
-            for position in range(p.start, p.stop)
-        ]
-        return kept, torch.tensor(order + [0] * (kept.padded - kept.count), dtype=torch.int64, device=self.device)
+        row_of = rows.row_zero()
+        take = [row_of[piece.index] + t for piece in kept.pieces for t in range(piece.start, piece.stop)]
+        return kept, torch.tensor(take + [0] * (kept.padded - kept.count), dtype=torch.int64, device=self.device)
 
     def _phases(self, rows: Rows) -> dict[bool, torch.Tensor]:
-        return {kind: table(rows.padded_positions, max(rows.limit, 1)) for kind, table in self.ropes.items()}
+        return {kind: table(rows.padded_positions, rows.limit) for kind, table in self.ropes.items()}
 
     def _outputs(self, hidden: torch.Tensor, rows: Rows, segments: Sequence[Segment]) -> torch.Tensor:
         """Rows named by each segment's `outputs`, in the order of the segments, after the final norm."""
-        begin, start_of = 0, {}
-        for piece in rows.pieces:
-            start_of[piece.index] = begin - piece.start
-            begin += piece.stop - piece.start
-        wanted = [start_of[i] + position for i, segment in enumerate(segments) for position in segment.outputs]
+        row_of = rows.row_zero()
+        wanted = [row_of[i] + position for i, segment in enumerate(segments) for position in segment.outputs]
         index = torch.tensor(wanted + [0] * (-len(wanted) % self.row_multiple), dtype=torch.int64, device=self.device)
         return self.norm(hidden.index_select(0, index))[: len(wanted)]

@@ -1,8 +1,9 @@
 """Mixture of experts: sqrt-softplus gate without groups, clamped SwiGLU experts, one shared expert.
 
-Two ways of the same sum. `dense` multiplies every row with every expert as one wide feed-forward whose activations are scaled by
-the routing weights (zero for experts not chosen): two large products and no bookkeeping, best for few rows of a small model.
-`grouped` sorts rows by expert. Which one runs is a rule on sizes; with `batch_invariant` the number of rows has no say in it.
+Two ways of the same sum. `dense` multiplies every row with every expert as one wide feed-forward whose activations
+are scaled by the routing weights (zero for experts not chosen): two large products and no bookkeeping, best for few
+rows of a small model. `grouped` sorts rows by expert. Which one runs is a rule on sizes; with `batch_invariant` the
+number of rows has no say in it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ class Gate(nn.Module):
     def __init__(self, hidden_size: int, experts: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, hidden_size))
-        self.bias = nn.Parameter(torch.zeros(experts), requires_grad=False)  # load balance, moved outside of the gradient
+        self.bias = nn.Parameter(
+            torch.zeros(experts), requires_grad=False
+        )  # load balance, moved outside of the gradient
         self.bias_vl = nn.Parameter(torch.zeros(experts), requires_grad=False)  # the same inside image spans
 
 
 class MoE(nn.Module):
-    """Experts 0..E-1 are routed, expert E is the shared one: w_in[0] gate and w_in[1] up [E + 1, I, d], w_out [d, E + 1, I]."""
+    """Experts 0..E-1 are routed, expert E is the shared one: w_in[0] gate and w_in[1] up [E + 1, I, d], w_out [d, E +
+    1, I]."""
 
     tile = 0
     row_multiple = 1  # pad each expert's rows to a multiple of this; also: > 1 fixes the choice of algorithm

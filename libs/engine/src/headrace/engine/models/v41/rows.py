@@ -1,8 +1,9 @@
 """The rows of one forward pass, flattened, with every index that layers share computed once.
 
 Rows of all segments lie behind each other, segments of equal length next to each other: such a group is one regular
-[segments, length] batch, so decode rows of many sequences are computed together and a long chunk is a group of its own. With
-`batch_invariant` rows are padded to a multiple of 16; padding rows belong to no group and no sequence, and nobody reads them.
+[segments, length] batch, so decode rows of many sequences are computed together and a long chunk is a group of its own.
+With `batch_invariant` rows are padded to a multiple of 16; padding rows belong to no sequence and nobody reads them.
+Knows positions, slots and block tables; does not know layers or what is stored in a ring or a block.
 """
 
 from __future__ import annotations
@@ -19,80 +20,120 @@ from ...batch import Segment
 
 @dataclass(slots=True)
 class Piece:
-    """Rows [start, stop) of segment `index`, seeing window KV of positions >= floor."""
+    """Rows [start, stop) of segment `index`; they see window KV of positions >= floor only."""
 
     index: int
     start: int
     stop: int
     floor: int
 
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(slots=True)
 class Group:
-    """Pieces of one length, as rows [begin, end) = [segments, length]."""
+    """Pieces of one length: rows [begin, end) = [segments, length]."""
 
     begin: int
     end: int
     segments: int
     length: int
-    first_segment: int  # position of its first piece in Rows.pieces
+    first_piece: int  # its place in Rows.pieces
+    tables: torch.Tensor  # [segments, blocks] physical blocks, as many as its longest sequence has
     history: torch.Tensor  # [segments * (window - 1)] ring cells of the positions before each piece
 
 
 class Rows:
-    """Rows of one phase (all rows, or the rows that decoder layers run on)."""
+    """Rows of one phase: all of them, or those that decoder layers run on.
+
+    positions, piece_of, in_piece, write_floors: int64 [count]. window_bias: fp32 [count, 1, window], 0 where visible,
+    else -inf; column i is position - window + 1 + i. cells: where the newest rows' window KV goes in a ring of [slots
+    * ring].
+    """
 
     def __init__(
-        self, pieces: Sequence[Piece], segments: Sequence[Segment], window: int, ring: int, row_multiple: int, device: str
+        self,
+        pieces: Sequence[Piece],
+        segments: Sequence[Segment],
+        *,
+        window: int,
+        ring: int,
+        block_tokens: int,
+        row_multiple: int,
+        device: torch.device,
     ) -> None:
-        self.pieces = sorted(pieces, key=lambda piece: piece.stop - piece.start)
-        lengths = [piece.stop - piece.start for piece in self.pieces]
-        self.count = sum(lengths)
+        self.device, self.block_tokens = device, block_tokens
+        self.pieces = sorted(pieces, key=lambda piece: piece.length)
+        self.limit = max(piece.stop for piece in self.pieces)
+        self._index_rows(segments, row_multiple)
+        self._index_window(window, ring)
+        self._group(segments, window, ring)
+
+    def _index_rows(self, segments: Sequence[Segment], row_multiple: int) -> None:
+        self.starts = self._tensor([piece.start for piece in self.pieces])  # [pieces]
+        self.slots = self._tensor([segments[piece.index].slot for piece in self.pieces])  # [pieces]
+        lengths = self._tensor([piece.length for piece in self.pieces])
+        self.piece_of = torch.repeat_interleave(lengths)
+        self.count = self.piece_of.numel()
         self.padded = -(-self.count // row_multiple) * row_multiple
-
-        def per_piece(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        self.slots = [segments[piece.index].slot for piece in self.pieces]
-        slots, starts = per_piece(self.slots), per_piece([piece.start for piece in self.pieces])
-        sizes = per_piece(lengths)
-        begins = sizes.cumsum(0) - sizes
-        self.piece_of = torch.repeat_interleave(sizes)  # [count]
-        self.lengths_of_rows = sizes[self.piece_of]
-        self.in_piece = torch.arange(self.count, device=device) - begins[self.piece_of]
-        self.positions = starts[self.piece_of] + self.in_piece  # [count]
+        self.in_piece = torch.arange(self.count, device=self.device) - (lengths.cumsum(0) - lengths)[self.piece_of]
+        self.from_end = lengths[self.piece_of] - self.in_piece  # 1 for the last row of a piece
+        self.positions = self.starts[self.piece_of] + self.in_piece
         self.padded_positions = F.pad(self.positions, (0, self.padded - self.count))
-        self.limit = max((piece.stop for piece in self.pieces), default=0)
+        self.write_floors = self._tensor([segments[piece.index].write_floor for piece in self.pieces])[self.piece_of]
 
-        floors = per_piece([piece.floor for piece in self.pieces])[self.piece_of]
-        oldest = self.positions - (window - 1)
-        visible = oldest[:, None] + torch.arange(window, device=device) >= floors[:, None].clamp_min(0)
-        self.window_bias = torch.zeros(visible.shape, device=device).masked_fill_(~visible, -torch.inf).unsqueeze(1)
-
-        tables = [segments[piece.index].block_table for piece in self.pieces]
-        self.blocks = max((len(table) for table in tables), default=0)
-        self.tables = per_piece([b for table in tables for b in (*table, *[0] * (self.blocks - len(table)))]).view(-1, self.blocks)
-        self.write_floors = per_piece([segments[piece.index].write_floor for piece in self.pieces])[self.piece_of]
-
-        # Ring cells: only the last `ring` rows of a piece are kept.
-        self.kept = (self.lengths_of_rows - self.in_piece <= ring).nonzero().squeeze(1) if max(lengths, default=0) > ring else None
-        cells = slots[self.piece_of] * ring + self.positions % ring
+    def _index_window(self, window: int, ring: int) -> None:
+        floors = self._tensor([max(piece.floor, 0) for piece in self.pieces])[self.piece_of]
+        seen = self.positions[:, None] + torch.arange(1 - window, 1, device=self.device)
+        bias = torch.zeros(seen.shape, device=self.device)
+        self.window_bias = bias.masked_fill_(seen < floors[:, None], -torch.inf).unsqueeze(1)
+        cells = self.slots[self.piece_of] * ring + self.positions % ring
+        # A piece longer than the ring leaves only its last rows there.
+        self.kept = (self.from_end <= ring).nonzero().squeeze(1) if self.pieces[-1].length > ring else None
         self.cells = cells if self.kept is None else cells[self.kept]
-        before = torch.arange(1 - window, 0, device=device)
-        history = slots[:, None] * ring + (starts[:, None] + before) % ring
-        self.slot_of_piece, self.starts = slots, starts
-        self.groups: list[Group] = []
-        for length, members in groupby(range(len(lengths)), key=lambda i: lengths[i]):
-            indices = list(members)
-            first, n = indices[0], len(indices)
-            begin = sum(lengths[:first])
-            self.groups.append(Group(begin, begin + n * length, n, length, first, history[first : first + n].reshape(-1)))
 
-    def entries(self, ratio: int, block_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compressed entries that this pass completes: (rows that complete them, physical block, offset in the block)."""
-        done = self.positions % ratio == ratio - 1
-        rows = (done & (self.positions - (ratio - 1) >= self.write_floors)).nonzero().squeeze(1)
-        number = self.positions[rows] // ratio
-        per_block = block_tokens // ratio
+    def _group(self, segments: Sequence[Segment], window: int, ring: int) -> None:
+        needed = [-(-piece.stop // self.block_tokens) for piece in self.pieces]
+        self.tables = self._tensor(
+            [
+                _padded_table(segments[piece.index].block_table, blocks, max(needed), piece.stop)
+                for piece, blocks in zip(self.pieces, needed, strict=True)
+            ]
+        )  # [pieces, blocks]
+        before = torch.arange(1 - window, 0, device=self.device)
+        history = self.slots[:, None] * ring + (self.starts[:, None] + before) % ring
+        self.groups: list[Group] = []
+        begin = first = 0
+        for length, members in groupby(self.pieces, key=lambda piece: piece.length):
+            n = len(list(members))
+            own = slice(first, first + n)
+            tables = self.tables[own, : max(needed[own])]
+            self.groups.append(Group(begin, begin + n * length, n, length, first, tables, history[own].reshape(-1)))
+            begin, first = begin + n * length, first + n
+
+    def row_zero(self) -> dict[int, int]:
+        """Segment index -> the row where its position 0 would be, so that position p is at row_zero + p."""
+        result, begin = {}, 0
+        for piece in self.pieces:
+            result[piece.index] = begin - piece.start
+            begin += piece.length
+        return result
+
+    def entries(self, ratio: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compressed entries that this pass completes and may write: the row that completes each, its physical block,
+        and its place in the block, int64 [E] each."""
+        done = (self.positions % ratio == ratio - 1) & (self.positions - (ratio - 1) >= self.write_floors)
+        rows = done.nonzero().squeeze(1)
+        number, per_block = self.positions[rows] // ratio, self.block_tokens // ratio
         return rows, self.tables[self.piece_of[rows], number // per_block], number % per_block
 
+    def _tensor(self, values: list) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def _padded_table(table: Sequence[int], blocks: int, width: int, tokens: int) -> list[int]:
+    if len(table) < blocks:
+        raise ValueError(f"{tokens} tokens need {blocks} blocks, the block table has {len(table)}")
+    return [*table[:blocks], *[0] * (width - blocks)]

@@ -1,11 +1,13 @@
-"""The released tensor names, shapes and storage formats of a V4.1 checkpoint: the one table that loader and writer share.
+"""The released tensor names, shapes and storage formats of a V4.1 checkpoint: the one table that loader and writer
+share.
 
 Storage formats (`kind`):
   bf16, f32   plain
   fp8         X.weight F8_E4M3 [out, in] + X.scale F8_E8M0 [ceil(out/32), ceil(in/32)]
   fp4         X.weight I8 [out, in/2], two E2M1 per byte + X.scale F8_E8M0 [out, in/32]
   fp8_rows    X.weight F8_E4M3 [rows, dim] + X.scale F8_E8M0 [rows, dim/32]   (Engram tables)
-A checkpoint without quantization_config stores every tensor plainly, BF16 or F32, under the same names and without scales.
+A checkpoint without quantization_config stores every tensor plainly, BF16 or F32, under the same names and without
+scales.
 """
 
 from __future__ import annotations
@@ -141,7 +143,9 @@ def draft_schema(c: ModelConfig) -> Schema:
     last = c.num_nextn_predict_layers - 1
     for stage in range(c.num_nextn_predict_layers):
         schema |= _named(f"mtp.{stage}.", _block(c, c.dspark_n_routed_experts))
-    schema["mtp.0.main_proj.weight"] = TensorSpec("fp8", (c.hidden_size, len(c.dspark_target_layer_ids) * c.hidden_size))
+    schema["mtp.0.main_proj.weight"] = TensorSpec(
+        "fp8", (c.hidden_size, len(c.dspark_target_layer_ids) * c.hidden_size)
+    )
     schema["mtp.0.main_norm.weight"] = TensorSpec("bf16", (c.hidden_size,))
     schema[f"mtp.{last}.norm.weight"] = TensorSpec("bf16", (c.hidden_size,))
     schema[f"mtp.{last}.markov_head.embed.weight"] = TensorSpec("bf16", (c.vocab_size, c.dspark_markov_rank))
