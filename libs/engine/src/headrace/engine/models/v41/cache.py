@@ -16,6 +16,7 @@ import json
 import struct
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 
 from headrace.kernels import quantize as formats
