@@ -138,6 +138,7 @@ def test_bounded_prompts_keep_their_last_rows_together(todo, config):
         plan = core.plan()
         for row in plan.rows:
             s = row.sequence
+            assert row.segment.decoder_floor == max(0, s.prompt_len - 6)
             if row.segment.start < s.prompt_len:
                 tail = max(0, s.prompt_len - 6)
                 whole = row.segment.stop == s.prompt_len and row.segment.start <= tail
@@ -240,8 +241,8 @@ def test_deadlines_end_waiting_and_running_requests():
 
 
 def test_blocks_get_their_identity_only_when_their_last_token_is_committed():
-    core = engine()
-    core.submit(request("r", PREFIX[:13], max_tokens=12, temperature=1.0))
+    core = engine(chunk_tokens=(3, 7))
+    core.submit(request("r", PREFIX[:29], max_tokens=12, temperature=1.0))
     while core.has_work():
         plan = core.plan()
         before = core.scheduler.running[0].computed if core.scheduler.running else 0
@@ -253,5 +254,5 @@ def test_blocks_get_their_identity_only_when_their_last_token_is_committed():
         for digest, block, parent in tokens:
             assert core.pool.match([digest]) == [block] and len(parent) == 16
             core.pool.release([block])
-    answer = alone("exact", request("r", PREFIX[:13], max_tokens=12, temperature=1.0))[0][0]
-    assert core.pool.resident() == core.scheduler.hasher(b"").hashes(PREFIX[:13] + answer)
+    answer = alone("exact", request("r", PREFIX[:29], max_tokens=12, temperature=1.0))[0][0]
+    assert core.pool.resident() == core.scheduler.hasher(b"").hashes(PREFIX[:29] + answer)

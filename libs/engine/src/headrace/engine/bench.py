@@ -1,8 +1,9 @@
 """How fast the engine is, and where a step's time goes: `headrace bench engine --preset nano --json`.
 
 For each batch size: as many cold prompts are computed (no prefix cache), then all of them decode together, greedy. Prefill
-counts prompt tokens per second until the last prompt is done; decode counts tokens per second over steps in which every sequence
-takes part. Median of `--repeat` runs. The parts of the forward pass are timed in a run of their own, for hooks cost time too.
+counts prompt tokens per second until the last prompt is done; decode counts tokens per second over steps in which every
+sequence takes part. Median of `--repeat` runs. The parts of the forward pass are timed in a run of their own, for hooks cost
+time too.
 """
 
 from __future__ import annotations

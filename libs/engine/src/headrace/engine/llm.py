@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def collect(engine: EngineCore, requests: Sequence[api.EngineRequest], progress:
         for request in requests:
             engine.cancel(request.request)
         if bar:
-            bar.end()
+            bar.end(answers.values())
     return list(answers.values())
 
 
@@ -155,16 +155,17 @@ class _Progress:
     def __init__(self, total: int) -> None:
         self._total, self._began, self._shown = total, time.monotonic(), 0.0
 
-    def show(self, answers) -> None:
+    def show(self, answers: Iterable[Answer]) -> None:
         now = time.monotonic()
-        if now - self._shown < 0.2:
-            return
-        self._shown = now
-        choices = [choice for answer in answers for choice in answer.choices]
-        done = sum(bool(choice.finish) for choice in choices)
-        tokens = sum(len(choice.ids) for choice in choices)
-        rate = tokens / max(now - self._began, 1e-9)
-        print(f"\r{done}/{self._total} answers, {tokens} tokens, {rate:.0f} tokens/s ", end="", file=sys.stderr, flush=True)
+        if now - self._shown >= 0.2:
+            self._shown = now
+            rate = sum(len(c.ids) for a in answers for c in a.choices) / max(now - self._began, 1e-9)
+            self._print(answers, f", {rate:.0f} tokens/s ")
 
-    def end(self) -> None:
-        print(file=sys.stderr)
+    def end(self, answers: Iterable[Answer]) -> None:
+        self._print(answers, "\n")
+
+    def _print(self, answers: Iterable[Answer], tail: str) -> None:
+        choices = [choice for answer in answers for choice in answer.choices]
+        done, tokens = sum(bool(choice.finish) for choice in choices), sum(len(choice.ids) for choice in choices)
+        print(f"\r{done}/{self._total} answers, {tokens} tokens", end=tail, file=sys.stderr, flush=True)

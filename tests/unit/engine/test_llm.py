@@ -1,0 +1,102 @@
+"""The offline API on a real checkpoint, the example and the benchmark as a user runs them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.engine import LLM, SamplingParams
+from headrace.engine.make_checkpoint import make_checkpoint
+
+ROOT = Path(__file__).parents[3]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint("w16", 2, tmp_path_factory.mktemp("llm") / "w16")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    return LLM(checkpoint, numerics="exact", batch_invariant=True, num_blocks=48, max_num_seqs=4)
+
+
+def test_text_and_its_ids_are_the_same_prompt(llm):
+    text = "The wheel turns, and the water runs on. " * 5
+    ids = llm.tokenizer.encode(text, add_special_tokens=False).ids
+    by_text, by_ids = llm.generate([text, ids], GREEDY)
+    assert by_text.prompt_ids == by_ids.prompt_ids == ids
+    assert by_text.choices == by_ids.choices
+    choice = by_text.choices[0]
+    assert len(choice.ids) == 6 and choice.finish == "length" and choice.text == llm.tokenizer.decode(choice.ids)
+    assert llm.generate(text, GREEDY)[0].choices == by_text.choices == llm.generate(ids, GREEDY)[0].choices
+
+
+def test_each_prompt_may_have_its_own_parameters(llm):
+    params = [GREEDY, SamplingParams(seed=4, n=2, max_tokens=3, logprobs=1, ignore_eos=True)]
+    one, two = llm.generate(["a", "b"], params)
+    assert len(one.choices[0].ids) == 6 and not one.choices[0].logprobs
+    assert [len(choice.ids) for choice in two.choices] == [3, 3] and all(len(choice.logprobs) == 3 for choice in two.choices)
+    with pytest.raises(ValueError, match="3 prompts and 2 sampling parameters"):
+        llm.generate(["a", "b", "c"], params)
+
+
+def test_the_prefix_cache_lives_as_long_as_the_object(llm):
+    text = "x" * 300
+    first, again = llm.generate(text, GREEDY)[0], llm.generate(text, GREEDY)[0]
+    assert first.cached_tokens < again.cached_tokens == 256 and again.snapshot_hit
+    assert first.choices == again.choices
+
+
+def test_one_bad_prompt_harms_no_other(llm):
+    bad, empty, good = llm.generate([[3] * 7000, [], [3, 4]], GREEDY)
+    assert "7000 tokens" in bad.error and "6144" in bad.error and "empty" in empty.error
+    assert not good.error and len(good.choices[0].ids) == 6
+
+
+def test_an_interrupted_call_leaves_nothing_behind(llm, monkeypatch):
+    steps = []
+
+    def forward(*args, **kwargs):
+        steps.append(1)
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    original = llm.engine.runner.model.forward
+    monkeypatch.setattr(llm.engine.runner.model, "forward", forward)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["one", "two"], GREEDY)
+    assert not llm.engine.has_work() and llm.engine.pool.used == 0
+    assert len(llm.generate("three", GREEDY)[0].choices[0].ids) == 6
+
+
+def test_progress_is_shown_when_asked(llm, capsys):
+    llm.generate(["a", "b"], GREEDY, progress=True)
+    assert capsys.readouterr().err.endswith("2/2 answers, 12 tokens\n")
+
+
+def test_the_example_runs(checkpoint):
+    command = [sys.executable, ROOT / "examples" / "offline_inference.py", checkpoint, "--max-tokens", "4"]
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=100)
+    assert run.returncode == 0, run.stderr
+    cold, again = run.stdout.split("--- again")
+    assert "(0 cached," in cold and "(0 cached, 1" not in again.split("\n")[1] and "4 new" in again
+
+
+def test_the_benchmark_prints_what_it_promises(checkpoint):
+    command = [sys.executable, "-m", "headrace.engine.bench", "--model", checkpoint, "--json", "--batch", "1,2"]
+    command += ["--prompt", "40", "--output", "6", "--repeat", "1", "--threads", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    report = json.loads(run.stdout)
+    for size in ("1", "2"):
+        batch = report["batch"][size]
+        assert batch["prefill_tokens_per_second"] > 0 and batch["decode_tokens_per_second"] > 0
+        assert {"schedule", "forward", "logits", "sample", "post"} <= batch["step_ms"].keys()
+        assert {"attn", "ffn", "other"} <= batch["forward_ms"].keys()
+        assert sum(batch["step_ms"].values()) == pytest.approx(batch["decode_step_ms"], rel=0.05)
