@@ -79,6 +79,7 @@ def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine
         max_model_len=settings.max_model_len or None,
         snapshot_bytes=settings.snapshot_bytes,
         swap_bytes=settings.swap_bytes,
+        chunk_tokens=tuple(settings.chunk_tokens),
         model_name=os.path.basename(os.path.normpath(settings.model)),
     )
     return EngineCore(model, config, kv_buffer=register("kv", model.spec.block_bytes * settings.num_blocks))

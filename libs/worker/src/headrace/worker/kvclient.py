@@ -114,6 +114,11 @@ class KvStoreClient:
         return True
 
     @property
+    def pending(self) -> int:
+        """Objects that are still to be written through."""
+        return len(self._queue) + (not self._idle.is_set())
+
+    @property
     def available(self) -> bool:
         return time.monotonic() >= self._paused_until and self._find() is not None
 

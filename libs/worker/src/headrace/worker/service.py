@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from headrace.bus import BusError, Peers, Prober, Service, StartError, subjects
+from headrace.bus import BusError, BusTimeout, NoResponder, Peers, Prober, Service, StartError, subjects
 from headrace.bus import messages as m
 from headrace.engine import api
 from headrace.kv.grants import Tombstones
@@ -25,6 +25,7 @@ from .host import EngineHost
 from .kvclient import KvStoreClient, Limits
 from .settings import WorkerSettings
 
+LEASE_SECONDS = 2.0  # silence of a peer after which work that depends on it ends
 PAGE = 16_384  # hashes in one answer of `blocks`
 
 
@@ -48,6 +49,9 @@ class WorkerService(Service):
         self.address = b""
         self.tombstones = Tombstones()
         self.event_seq = 0
+        self._confirming: set[asyncio.Task] = set()
+        self._needed: dict[str, tuple[str, int]] = {}  # instance -> (role, how many times)
+        self.counters: dict[str, int] = {}
 
     # ------------------------------------------------------------ life
 
@@ -70,7 +74,7 @@ class WorkerService(Service):
         self.host = EngineHost(self.engine, self.handle_events, self._ticked)
         self.outbox = Outbox(self)
         self.peers = Peers(self.bus)
-        self.prober = Prober(self.bus, self.instance, self.peer_died)
+        self.prober = Prober(self.bus, self.instance, self._suspect)
         self.links = Links(self.memory.incarnation, settings.transports, settings.shm_dir)
         self.store = KvStoreClient(
             self.bus, self.instance, self.links, self.kv, self.engine, self._find_store,
@@ -100,6 +104,43 @@ class WorkerService(Service):
     def prepare(self) -> None:
         """Register more memory, make tables. The engine is there, commands are still refused."""
 
+    # ------------------------------------------------------------ peers that our work depends on
+
+    def depend(self, role: str, instance: str) -> None:
+        """Probe a peer as long as something here needs it. Counted: each needs its `undepend`."""
+        name, count = self._needed.get(instance, (role, 0))
+        self._needed[instance] = (name, count + 1)
+        if not count:
+            self.prober.watch(role, instance)
+
+    def undepend(self, instance: str) -> None:
+        role, count = self._needed.pop(instance)
+        if count > 1:
+            self._needed[instance] = (role, count - 1)
+        else:
+            self.prober.unwatch(instance)
+
+    def _suspect(self, instance: str, why: str) -> None:
+        task = asyncio.ensure_future(self._confirm(instance, why))
+        self._confirming.add(task)
+        task.add_done_callback(self._confirming.discard)
+
+    async def _confirm(self, instance: str, why: str) -> None:
+        """A worker ends work only for a peer that is gone or silent for a lease: missed pings alone may be a busy machine."""
+        if instance not in self._needed:
+            return
+        role = self._needed[instance][0]
+        try:
+            await self.bus.request(role, instance, "ping", m.Ping(self.instance), timeout=LEASE_SECONDS)
+        except (NoResponder, BusTimeout) as error:
+            if instance in self._needed:
+                self.peer_died(instance, f"{why}; {error}")
+            return
+        except BusError:
+            pass  # our own connection is down: nothing can be said
+        if instance in self._needed:
+            self.prober.watch(role, instance)
+
     def _register(self, name: str, nbytes: int) -> memoryview:
         self.kv = self.memory.register(name, nbytes)
         return self.kv
@@ -122,7 +163,7 @@ class WorkerService(Service):
         return {}
 
     def peer_died(self, instance: str, why: str) -> None:
-        """A probed peer is dead."""
+        """A peer that we `depend` on is dead or silent for a lease."""
 
     def debts(self) -> dict[str, int]:
         """Everything that must be 0 when nothing is going on."""
@@ -207,6 +248,7 @@ class WorkerService(Service):
         report: dict[str, Any] = {
             "ok": True, "error": "", "total": pool.total, "free": pool.free, "used": pool.used, "cached": pool.cached,
             "quarantined": pool.quarantined, **self.debts(),
+            "to_store": self.store.pending, "stored": self.store.counters["written"],
         }  # fmt: skip
         owners: dict[int, int] = {}
         for source in (self.engine.owners(), self.store.owners(), self.owners()):
@@ -298,5 +340,7 @@ class _WorkerCollector:
             yield GaugeMetricFamily(f"headrace_engine_{name}", f"engine: {name}", value=float(value))
         for name, value in service.store.counters.items():
             yield CounterMetricFamily(f"headrace_kvstore_client_{name}", f"kvstore client: {name}", value=float(value))
+        for name, value in service.counters.items():
+            yield CounterMetricFamily(f"headrace_{service.role}_{name}", f"{service.role}: {name}", value=float(value))
         for name, value in service.debts().items():
             yield GaugeMetricFamily(f"headrace_{service.role}_{name}", f"{service.role}: {name}", value=float(value))

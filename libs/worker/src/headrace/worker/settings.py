@@ -23,6 +23,9 @@ class WorkerSettings(Settings):
     max_num_batched_tokens: Annotated[
         int, Meta(ge=16, description="rows of one step; a prompt's chunk is at most this long")
     ] = 2048
+    chunk_tokens: Annotated[
+        list[int], Meta(description="upper bounds of a prompt's chunks in turn; none: only the step's rows")
+    ] = []
     max_model_len: Annotated[
         int, Meta(ge=0, description="prompt and output tokens of one request; 0: what the model takes")
     ] = 0

@@ -17,10 +17,13 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.bus import BusError, NoResponder, Peers, Prober, Service, Settings, subjects
 from headrace.bus import messages as m
@@ -128,6 +131,34 @@ class Cluster:
         assert isinstance(answer, m.Done), answer
         return json.loads(answer.state)
 
+    async def stored(self, process: Process, timeout: float = 20.0) -> dict[str, Any]:
+        """Wait until a worker has written through to the kvstore whatever it wanted to."""
+        return await self.until(lambda: self.audit(process), lambda a: a["to_store"] == 0, timeout)
+
+    async def quiet(self, process: Process, timeout: float = 10.0) -> dict[str, Any]:
+        """Wait until a worker owes nothing: no live request, ticket, slot, quarantined or used block."""
+        owed = ("live", "tickets", "used", "quarantined", "credits_used", "promised", "slots_out", "unbound")
+        return await self.until(lambda: self.audit(process), lambda a: a["ok"] and not any(a.get(k, 0) for k in owed), timeout)
+
+    @staticmethod
+    async def until(ask: Callable[[], Awaitable[Any]], good: Callable[[Any], bool], timeout: float) -> Any:
+        end = time.monotonic() + timeout
+        while not good(last := await ask()):
+            if time.monotonic() > end:
+                raise AssertionError(f"after {timeout:g} s it is still {last}")
+            await asyncio.sleep(0.02)
+        return last
+
+    async def metrics(self, process: Process) -> dict[str, float]:
+        """Prometheus samples by name; of several with labels, the sum."""
+        async with aiohttp.ClientSession() as session, session.get(self.find(process).http + "/metrics") as response:
+            text = await response.text()
+        out: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                out[sample.name] = out.get(sample.name, 0.0) + sample.value
+        return out
+
 
 @dataclass
 class Result:
@@ -198,6 +229,7 @@ class TestGateway(Service):
         super().__init__(settings)
         self.streams: dict[str, _Stream] = {}
         self.seen: dict[str, int] = {}  # instance -> last Out.seq
+        self.probe = False  # look whether the workers of a request live: two missed pings end it
         self.drop_out = 0.0  # share of Out messages to lose
 
     async def start(self) -> None:
@@ -249,8 +281,8 @@ class TestGateway(Service):
         """Run one request to its end. `cancel_after` seconds or at `cancel_at` tokens it is cancelled."""
         sampling = sampling or m.Sampling()
         request = subjects.nuid()
-        prefill = prefill or random.choice(self.peers.by_role("prefill")).instance
-        decode = decode or random.choice(self.peers.by_role("decode")).instance
+        prefill = prefill or random.choice(await self.peers.wait_for("prefill")).instance
+        decode = decode or random.choice(await self.peers.wait_for("decode")).instance
         layout = self.peers.get(decode).layout_id
         packed = array("I", ids).tobytes()
         if hashes is None:
@@ -258,8 +290,9 @@ class TestGateway(Service):
         result = Result(request)
         stream = self.streams[request] = _Stream(result, 0, sampling.n)
         stream.prefill, stream.decode = prefill, decode
-        for role, instance in (("prefill", prefill), ("decode", decode)):
-            self.prober.watch(role, instance)
+        if self.probe:
+            self.prober.watch("prefill", prefill)
+            self.prober.watch("decode", decode)
         try:
             admit = m.Admit(request, 0, self.instance, self.epoch, len(ids), hashes, namespace, sampling, deadline)
             admitted = await self.bus.ask(f"headrace.decode.{decode}.admit", admit, 2.0)

@@ -133,7 +133,7 @@ class DecodeService(WorkerService):
         gateway = self.gateways.get(message.gateway)
         if gateway is None:
             gateway = self.gateways[message.gateway] = Gateway(message.gateway_epoch, set())
-            self.prober.watch("gateway", message.gateway)
+            self.depend("gateway", message.gateway)
         gateway.requests.add(key)
         self.counters["admitted"] += 1
         self.trace.event(message.request, "decode.admit", have=len(pins), attempt=message.attempt, client_id=message.client_id)
@@ -450,7 +450,7 @@ class DecodeService(WorkerService):
             gateway.requests.discard(request.key)
             if not gateway.requests:
                 del self.gateways[admit.gateway]
-                self.prober.unwatch(admit.gateway)
+                self.undepend(admit.gateway)
         self.counters["finished"] += 1
         request.forget_at = now + FINISHED_SECONDS
         self.finished[request.key] = request

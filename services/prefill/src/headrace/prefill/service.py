@@ -111,7 +111,7 @@ class PrefillService(WorkerService):
         now = time.monotonic()
         job = Job(key, message, ids, hashes, now + message.deadline, now)
         self.jobs[key] = job
-        self.prober.watch("decode", message.decode)
+        self.depend("decode", message.decode)
         self.counters["accepted"] += 1
         self.trace.event(message.request, "prefill.accepted", tokens=len(ids), queued=queued, client_id=message.client_id)
         job.task = asyncio.create_task(self._work(job))
@@ -508,7 +508,7 @@ class PrefillService(WorkerService):
         if job.task is not None or self.jobs.get(job.key) is not job:
             return
         del self.jobs[job.key]
-        self.prober.unwatch(job.run.decode)
+        self.undepend(job.run.decode)
         outcome = ""
         if job.ticket is not None:
             del self.by_ticket[job.ticket.ticket]
