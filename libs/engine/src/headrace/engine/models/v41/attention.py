@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ...cache import KVPool
 from ...config import ModelConfig
-from .cache import Codecs, V41StatePool
+from .cache import Codecs, Entries, V41StatePool
 from .layers import Linear, RMSNorm, linear, rotate
 from .rows import Group, Rows
 
@@ -94,11 +93,15 @@ class Pass:
     layers."""
 
     def __init__(
-        self, config: ModelConfig, rows: Rows, kv: KVPool, states: V41StatePool, kinds: Codecs, fixed_width: bool
+        self,
+        config: ModelConfig,
+        rows: Rows,
+        paged: dict[str, Entries],
+        states: V41StatePool,
+        kinds: Codecs,
+        fixed_width: bool,
     ) -> None:
-        self.config, self.kv, self.states, self.codecs = config, kv, states, kinds
-        self.groups = {group.name: _widened(kv.entries(group)) for group in kv.spec.groups}
-        self.block_tokens = kv.spec.block_tokens
+        self.config, self.paged, self.states, self.codecs = config, paged, states, kinds
         self.fixed_width = fixed_width  # always index_topk selected columns, whatever is visible
         self.enter(rows)
 
@@ -136,26 +139,10 @@ class Pass:
 
     # -------------------------------------------------------------- compressed KV
 
-    def write_entries(
-        self,
-        layer: int,
-        rows: torch.Tensor,
-        block: torch.Tensor,
-        offset: torch.Tensor,
-        main: torch.Tensor,
-        index: torch.Tensor,
-    ) -> None:
-        """Entries completed by `rows` [E]: main latents [E, D] and index keys [E, DI], both after RoPE."""
-        for kind, values, codec in (("main", main, self.codecs.main), ("index", index, self.codecs.index)):
-            entries = self.groups[f"{kind}.{layer}"]
-            entries[block, offset] = codec.encode(values).view(entries.dtype)
-
     def index_keys(self, layer: int, group: Group) -> torch.Tensor:
         """All index keys of the group's sequences, [segments, N, DI], N a whole number of blocks."""
         if (layer, group.begin) not in self.keys:
-            entries = self.groups[f"index.{layer}"][group.tables]
-            values = self.codecs.index.decode(entries.view(torch.uint8))  # [S, B, entries per block, DI]
-            self.keys[layer, group.begin] = values.flatten(1, 2)
+            self.keys[layer, group.begin] = self.paged[f"index.{layer}"].read_blocks(group.tables)
         return self.keys[layer, group.begin]
 
     def selected(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,30 +157,19 @@ class Pass:
 
     def _gather_main(self, layer: int, chosen: torch.Tensor) -> torch.Tensor:
         """[count, K] entry numbers -> [count, K, D]. Long pieces decode each entry once and copy rows of it."""
-        entries, per_block = self.groups[f"main.{layer}"], self.block_tokens // self.config.compress_ratios[layer]
-        parts = []
+        entries, parts = self.paged[f"main.{layer}"], []
         for group in self.rows.groups:
             numbers = chosen[group.begin : group.end]
             pieces = self.rows.piece_of[group.begin : group.end]
-            capacity = group.tables.shape[1] * per_block
+            capacity = group.tables.shape[1] * entries.per_block
             if group.length * chosen.shape[1] > capacity:
-                whole = self.codecs.main.decode(entries[group.tables].view(torch.uint8)).flatten(0, 2)
+                whole = entries.read_blocks(group.tables).flatten(0, 1)
                 flat = numbers + ((pieces - group.first_piece) * capacity)[:, None]
                 parts.append(whole.index_select(0, flat.flatten()).view(*numbers.shape, -1))
             else:
-                block = self.rows.tables[pieces[:, None], numbers // per_block]
-                parts.append(self.codecs.main.decode(entries[block, numbers % per_block].view(torch.uint8)))
+                block = self.rows.tables[pieces[:, None], numbers // entries.per_block]
+                parts.append(entries.read(block, numbers % entries.per_block))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _widened(entries: torch.Tensor) -> torch.Tensor:
-    """View uint8 entries [blocks, n, bytes] as the widest integers that fit, so that indexing copies fewer elements."""
-    for dtype, size in ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2)):
-        if all(
-            v % size == 0 for v in (entries.shape[2], entries.storage_offset(), entries.stride(0), entries.data_ptr())
-        ):
-            return entries.view(dtype)
-    return entries
 
 
 # ------------------------------------------------------------------ modules
@@ -366,7 +342,7 @@ class Attention(nn.Module):
     def write_sources(self, u: torch.Tensor, table: object, shared: Pass, row_multiple: int) -> None:
         """Compress rows u [padded, d] and write the finished entries and their index keys; keep an unfinished pair."""
         rows = shared.rows
-        done, block, offset = rows.entries(self.ratio)
+        done, block, place = rows.entries(self.ratio)
         latent = self._latents(u, done, shared, row_multiple)
         if not done.numel():
             return
@@ -376,7 +352,8 @@ class Attention(nn.Module):
         phases = table(nn.functional.pad(positions, (0, latent.shape[0] - done.numel())), rows.limit)
         key = rotate(self.indexer.k_norm(self.indexer.wk(latent)), phases)
         main = rotate(latent, phases)
-        shared.write_entries(self.layer, done, block, offset, main[: done.numel()], key[: done.numel()])
+        shared.paged[f"main.{self.layer}"].write(block, place, main[: done.numel()])
+        shared.paged[f"index.{self.layer}"].write(block, place, key[: done.numel()])
 
     def _latents(self, u: torch.Tensor, done: torch.Tensor, shared: Pass, row_multiple: int) -> torch.Tensor:
         """Normed latents of the entries that rows `done` [E] complete, padded to [E', D]."""

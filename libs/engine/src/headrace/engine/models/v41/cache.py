@@ -21,7 +21,7 @@ import torch
 
 from headrace.kernels import quantize as formats
 
-from ...cache import CacheSpec, PagedGroup
+from ...cache import CacheSpec, KVPool, PagedGroup
 from ...config import ModelConfig
 
 BLOCK_TOKENS = 128
@@ -143,6 +143,40 @@ def cache_spec(
 
 def _even(rows: int) -> int:
     return rows + rows % 2  # a replay starts on a ratio-2 group
+
+
+class Entries:
+    """One paged group of a pool: values in, values out."""
+
+    def __init__(self, kv: KVPool, group: PagedGroup, codec: Codec) -> None:
+        self.codec, self.per_block, self.entry_bytes = codec, kv.spec.entries_per_block(group), group.entry_bytes
+        self._entries = kv.entries(group)  # [blocks, per_block, entry_bytes]
+        self._blocks = self._entries.flatten(1)
+        self._offset, self._stride = group.offset, kv.spec.block_bytes
+        # Every byte of the pool starts a row of this overlapping view: selecting rows of it is one copy per entry, where
+        # indexing [block, place] would copy byte by byte.
+        flat = kv.data.view(-1)
+        self._rows = flat.as_strided((flat.numel() - group.entry_bytes + 1, group.entry_bytes), (1, 1))
+
+    def write(self, block: torch.Tensor, place: torch.Tensor, values: torch.Tensor) -> None:
+        """Store values [E, dim] as entries `place` [E] of blocks [E]."""
+        self._entries[block, place] = self.codec.encode(values)
+
+    def read(self, block: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """Single entries: block, place int64 [...] -> fp32 [..., dim]."""
+        address = block * self._stride + (place * self.entry_bytes + self._offset)
+        raw = self._rows.index_select(0, address.flatten())
+        return self.codec.decode(raw.view(*address.shape, self.entry_bytes))
+
+    def read_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Whole blocks int64 [S, B] -> fp32 [S, B * per_block, dim]."""
+        raw = self._blocks.index_select(0, blocks.flatten())
+        return self.codec.decode(raw.view(blocks.shape[0], -1, self.entry_bytes))
+
+
+def paged_entries(kv: KVPool, kinds: Codecs) -> dict[str, Entries]:
+    """Every group of the pool by its name, for example "main.2"."""
+    return {group.name: Entries(kv, group, getattr(kinds, group.name.split(".")[0])) for group in kv.spec.groups}
 
 
 # ------------------------------------------------------------------ packed state

@@ -7,6 +7,7 @@ A causal encoder (layers below the last KV source) and a decoder that reads the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from ...batch import Segment
 from ...cache import CacheSpec, KVPool
 from ...config import ModelConfig
 from .attention import Attention, Pass
-from .cache import V41StatePool, cache_spec, codecs
+from .cache import Entries, V41StatePool, cache_spec, codecs, paged_entries
 from .engram import Engram, NgramHash
 from .layers import Embedding, Linear, RMSNorm, RopeTable, collapse, expand, linear, mix, rope_frequencies
 from .moe import MoE
@@ -88,6 +89,7 @@ class V41Model(nn.Module):
         self.eos_token_ids, self.max_model_len = c.eos_token_id, c.max_position_embeddings
         self.checkpoint_digest = ""
         self.ngrams: NgramHash | None = None
+        self._pools: WeakKeyDictionary[KVPool, dict[str, Entries]] = WeakKeyDictionary()
         self.embed = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(Layer(c, layer) for layer in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
@@ -122,7 +124,7 @@ class V41Model(nn.Module):
         """See `headrace.engine.batch.Model.forward`: final-norm hidden rows named by `outputs`, [R, hidden_size]."""
         c = self.config
         rows = self._rows([self._encoder_piece(i, s, states) for i, s in enumerate(segments)], segments, states)
-        shared = Pass(c, rows, kv, states, self.codecs, fixed_width=self.batch_invariant)
+        shared = Pass(c, rows, self._paged(kv), states, self.codecs, fixed_width=self.batch_invariant)
         ids = torch.tensor(
             [t for piece in rows.pieces for t in segments[piece.index].ids], dtype=torch.int64, device=self.device
         )
@@ -159,6 +161,11 @@ class V41Model(nn.Module):
             count = hidden.shape[0]
             hidden = F.pad(hidden.float(), (0, 0, 0, -count % self.row_multiple))
             return linear(hidden, self.head.weight.float(), self.head.tile)[:count]
+
+    def _paged(self, kv: KVPool) -> dict[str, Entries]:
+        if kv not in self._pools:
+            self._pools[kv] = paged_entries(kv, self.codecs)
+        return self._pools[kv]
 
     # -------------------------------------------------------------- rows
 
