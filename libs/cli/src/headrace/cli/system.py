@@ -52,6 +52,11 @@ class Options:
     config: Path | None = None  # settings file for every service
 
 
+def shm_dir(state: StateDir) -> Path:
+    """Folder for the memory of a system. One per state directory: the next start removes what a killed system left there."""
+    return Path("/dev/shm") / f"headrace-{hashlib.blake2b(str(state.path).encode(), digest_size=6).hexdigest()}"
+
+
 class System:
     """Processes of one system. `await start()`, use it, `await stop()`; both may be interrupted by an exception of `failed`."""
 
@@ -67,9 +72,7 @@ class System:
         self.ready = False
         self._failure = ""
         self._failed = asyncio.Event()
-        # One folder per state directory: what an earlier system left there when it was killed is removed at the next start.
-        mark = hashlib.blake2b(str(state.path).encode(), digest_size=6).hexdigest()
-        self.shm_dir = Path("/dev/shm") / f"headrace-{mark}"
+        self.shm_dir = shm_dir(state)
 
     @property
     def random_words(self) -> bool:
