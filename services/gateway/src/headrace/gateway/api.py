@@ -14,6 +14,7 @@ import time
 from array import array
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -23,11 +24,12 @@ from headrace.kv.hashing import BlockHasher
 from headrace.recipe.errors import RecipeError
 from headrace.recipe.jsontext import JSONError, compact, loads
 from headrace.recipe.protocol import ParsedRequest
+from headrace.recipe.stream import Usage
 
 from . import errors
 from .auth import Auth
 from .dispatch import Record
-from .endpoints import ENDPOINTS, Endpoint
+from .endpoints import CHAT, ENDPOINTS, LONG_TEXT, MESSAGES, Context, Endpoint
 from .exchange import Exchange, Turn, Written
 from .reply import Reply
 from .routing import Group
@@ -45,17 +47,18 @@ class Api:
     """Handlers of one gateway."""
 
     auth: Auth
+    _turn: Turn
 
     def __init__(self, gateway: Gateway):
         self._gateway = gateway
         self._settings = gateway.settings
         self._hashers: dict[tuple[str, bytes], BlockHasher] = {}
         self._random = random.Random()  # seeds of requests that bring none: unpredictable enough, and no system call
-        self._turn: Turn | None = None
 
     def runner(self, side_door: list[web.RouteDef]) -> web.AppRunner:
         app = web.Application(client_max_size=self._settings.max_body_bytes)
         app.add_routes(side_door)
+        self._turn = Turn()
         for path, endpoint in ENDPOINTS.items():
             app.router.add_post(path, self._handler(endpoint))
         for path in ("/v1/models", "/models"):
@@ -64,6 +67,7 @@ class Api:
             app.router.add_post(path, self._tokenize)
         for path in ("/detokenize", "/v1/detokenize"):
             app.router.add_post(path, self._detokenize)
+        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         app.router.add_get("/version", self._version)
         app.router.add_route("*", "/{path:.*}", self._not_found)
         # A client that goes away cancels its handler, and that cancels the request.
@@ -135,9 +139,11 @@ class Api:
         trace.event(request_id, "gateway.rendered", (time.monotonic() - started) * 1e3, prompt_tokens=tokens)
 
         limit, wire = models.limit(group), self._sampling(parsed)
-        streams = endpoint.streams(parsed, models.tokenizer, request_id, len(prompts), self._settings)
+        streams = endpoint.streams(parsed, Context(models.tokenizer, request_id, int(time.time()), prompts, self._settings))
         reply = Reply(exchange, streams, endpoint.protocol, self._settings.dialect, None if parsed.stream else endpoint.collect,
                       len(prompts))  # fmt: skip
+        for stream, ids in zip(streams, (p for p in prompts for _ in range(parsed.sampling.n)), strict=True):
+            stream.usage = Usage(len(ids))  # protocols that open with usage show what is known by then
         records = [
             self._record(parsed, reply.part(number), group, ids, namespace, wire, limit, request_id, shown, received, request)
             for number, ids in enumerate(prompts)
@@ -154,9 +160,9 @@ class Api:
 
     def _record(self, parsed: ParsedRequest, sink: Any, group: Group, ids: array, namespace: bytes, wire: m.Sampling, limit: int,
                 request_id: str, client_id: str, received: float, request: web.Request) -> Record:  # fmt: skip
-        wire.max_tokens = parsed.resolve_max_tokens(len(ids), limit)
-        if not len(ids):
+        if not ids:
             raise errors.empty_prompt()
+        wire = msgspec.structs.replace(wire, max_tokens=parsed.resolve_max_tokens(len(ids), limit))
         traceparent = request.headers.get("traceparent", "")
         priority = parsed.extras.get("priority", 0)
         return Record(
@@ -212,8 +218,6 @@ class Api:
         return value
 
     def _exchange(self, request: web.Request) -> Exchange:
-        if self._turn is None:
-            self._turn = Turn()
         return Exchange(request, nuid(), self._turn, self._settings.client_buffer_bytes)
 
     def _count(self, endpoint: Endpoint, status: int, exchange: Exchange, received: float, reply: Any) -> None:
@@ -229,7 +233,7 @@ class Api:
 
     # ------------------------------------------------------------ small endpoints
 
-    async def _small(self, request: web.Request, answer: Any) -> Written:
+    async def _small(self, request: web.Request, answer: Any, protocol: str = "chat") -> Written:
         """An endpoint that answers from what is here: `answer(body)` -> JSON value. Raises nothing."""
         exchange = self._exchange(request)
         try:
@@ -237,7 +241,7 @@ class Api:
             body = await self._json(request) if request.method == "POST" else {}
             exchange.answer(200, compact(await answer(body)).encode())
         except RecipeError as error:
-            exchange.fail(error, "chat", self._settings.dialect)
+            exchange.fail(error, protocol, self._settings.dialect)
         return exchange.result()
 
     async def _models(self, request: web.Request) -> Written:
@@ -259,13 +263,13 @@ class Api:
     async def _tokenize(self, request: web.Request) -> Written:
         async def answer(body: dict[str, Any]) -> dict[str, Any]:
             models = self._gateway.models
-            if isinstance(body.get("prompt"), str):
-                encode = models.tokenizer.encode_long if len(body["prompt"]) > 8192 else models.tokenizer.encode_plain
-                ids = list(await asyncio.to_thread(encode, body["prompt"]) if len(body["prompt"]) > 8192 else encode(body["prompt"]))
+            if isinstance(text := body.get("prompt"), str):
+                ids = await asyncio.to_thread(models.tokenizer.encode_long, text) if len(text) > LONG_TEXT else (
+                    models.tokenizer.encode_plain(text)
+                )  # fmt: skip
             elif "messages" in body:
-                endpoint = ENDPOINTS["/v1/chat/completions"]
-                parsed = endpoint.parse({**body, "model": "model"}, models.any_name)
-                ids = list((await endpoint.encode(models.encoding, parsed, b""))[0])
+                parsed = CHAT.parse({**body, "model": "model"}, models.any_name)
+                ids = list((await CHAT.encode(models.encoding, parsed, b""))[0])
             else:
                 raise errors.invalid("give `prompt` (a string) or `messages` (as in a chat)", "prompt")
             group = models.group(body.get("model") or next(iter(models.names), ""))
@@ -275,6 +279,14 @@ class Api:
             return out
 
         return await self._small(request, answer)
+
+    async def _count_tokens(self, request: web.Request) -> Written:
+        async def answer(body: dict[str, Any]) -> dict[str, Any]:
+            models = self._gateway.models
+            parsed = MESSAGES.parse({"max_tokens": 1, **body, "model": "model"}, models.any_name)
+            return {"input_tokens": len((await MESSAGES.encode(models.encoding, parsed, b""))[0])}
+
+        return await self._small(request, answer, "messages")
 
     async def _detokenize(self, request: web.Request) -> Written:
         async def answer(body: dict[str, Any]) -> dict[str, Any]:

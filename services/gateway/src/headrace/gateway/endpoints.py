@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -10,14 +10,25 @@ from typing import Any
 
 from headrace.bus import messages as m
 from headrace.recipe import Encoding, Tokenizer
-from headrace.recipe.protocol import ConversionOptions, ParsedRequest, chat
-from headrace.recipe.stream import ChatStream, StreamParser
+from headrace.recipe.protocol import ConversionOptions, ParsedRequest, chat, completions, messages, responses
+from headrace.recipe.stream import ChatStream, CompletionStream, MessagesStream, ReplyStream, ResponsesStream, StreamParser
 from headrace.recipe.stream.chat import many
-from headrace.recipe.stream.reply import ReplyStream
 
+from . import errors
 from .settings import GatewaySettings
 
-Streams = Callable[[ParsedRequest, Tokenizer, str, int, GatewaySettings], list[ReplyStream]]
+LONG_TEXT = 8192  # characters above which a prompt is tokenised in a thread
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What writers need beside the request. `prompts`: rendered ids, one entry per prompt."""
+
+    tokenizer: Tokenizer
+    request_id: str
+    created: int
+    prompts: list[array]
+    settings: GatewaySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,32 +39,104 @@ class Endpoint:
     protocol: str
     parse: Callable[[dict[str, Any], ConversionOptions], ParsedRequest]
     encode: Callable[[Encoding, ParsedRequest, bytes], Awaitable[list[array]]]
-    streams: Streams
-    collect: Callable[[list[ReplyStream], m.Usage], dict[str, Any]]
+    streams: Callable[[ParsedRequest, Context], list[ReplyStream]]
+    collect: Callable[[list[Any], m.Usage], dict[str, Any]]
+
+
+# ---------------------------------------------------------------- prompts
 
 
 async def _encode_conversation(encoding: Encoding, parsed: ParsedRequest, namespace: bytes) -> list[array]:
+    if any(message.image_sources for message in parsed.conversation.messages):
+        raise errors.invalid("this deployment has no vision service, so images can't be read; send text only", "messages")
     return [await encoding.encode_async(parsed.conversation, namespace)]
 
 
-def _chat_streams(parsed: ParsedRequest, tokenizer: Tokenizer, request_id: str, prompts: int, settings: GatewaySettings) -> list:
-    created, alias = int(time.time()), parsed.extras.get("reasoning_alias", settings.reasoning_alias)
+async def _encode_prompts(encoding: Encoding, parsed: ParsedRequest, namespace: bytes) -> list[array]:
+    tokenizer, suffix = encoding.tokenizer, parsed.extras.get("suffix")
+    out = []
+    for prompt in parsed.prompts:
+        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+            out.append(array("I", await asyncio.to_thread(completions.prompt_ids, prompt, tokenizer, suffix)))
+        else:
+            out.append(array("I", completions.prompt_ids(prompt, tokenizer, suffix)))
+    return out
+
+
+# ---------------------------------------------------------------- replies
+
+
+def _chat(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
+    settings, alias = context.settings, parsed.extras.get("reasoning_alias", context.settings.reasoning_alias)
     return [
-        ChatStream(StreamParser(parsed.parsing, tokenizer), f"chatcmpl-{request_id}", parsed.model, created, settings.dialect,
-                   parsed.include_usage, index=index, reasoning_alias=bool(alias))
+        ChatStream(
+            StreamParser(parsed.parsing, context.tokenizer), f"chatcmpl-{context.request_id}", parsed.model, context.created,
+            settings.dialect, parsed.include_usage, index=index, reasoning_alias=bool(alias),
+        )
         for index in range(parsed.sampling.n)
     ]  # fmt: skip
 
 
-def _collect_chat(streams: list[Any], usage: m.Usage) -> dict[str, Any]:
+def _completions(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
+    n, out = parsed.sampling.n, []
+    for number, (prompt, ids) in enumerate(zip(parsed.prompts, context.prompts, strict=True)):
+        echo = ""
+        if parsed.extras.get("echo"):
+            echo = prompt if isinstance(prompt, str) else context.tokenizer.decode(ids)
+        out += [
+            CompletionStream(
+                StreamParser(parsed.parsing, context.tokenizer), f"cmpl-{context.request_id}", parsed.model, context.created,
+                "open", parsed.include_usage, index=number * n + choice, echo=echo,
+            )
+            for choice in range(n)
+        ]  # fmt: skip
+    return out
+
+
+def _messages(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
+    parser = StreamParser(parsed.parsing, context.tokenizer)
+    return [MessagesStream(parser, f"msg_{context.request_id}", parsed.model, context.created, context.settings.dialect)]
+
+
+def _responses(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
+    for name in ("previous_response_id", "background"):
+        if parsed.extras.get(name):
+            raise errors.invalid(f"`{name}` needs stored responses, which this gateway does not keep; send the whole input", name)
+    parser = StreamParser(parsed.parsing, context.tokenizer)
+    return [
+        ResponsesStream(
+            parser, f"resp_{context.request_id}", parsed.model, context.created, context.settings.dialect, echo=parsed.echo,
+            namespaces=parsed.namespaces, custom_tools=parsed.custom_tools,
+        )
+    ]  # fmt: skip
+
+
+def _collect_one(streams: list[Any], usage: m.Usage) -> dict[str, Any]:
+    return streams[0].accumulate()
+
+
+def _collect_choices(streams: list[Any], usage: m.Usage) -> dict[str, Any]:
     if len(streams) == 1:
         return streams[0].accumulate()
     body = many(streams)
-    body["usage"]["completion_tokens"] = usage.completion_tokens
-    body["usage"]["total_tokens"] = usage.prompt_tokens + usage.completion_tokens
+    body["usage"] |= {  # choices count their own tokens; prompts and the end tokens are the workers' figures
+        "prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }  # fmt: skip
     return body
 
 
-CHAT = Endpoint("chat", "chat", chat.parse, _encode_conversation, _chat_streams, _collect_chat)
+CHAT = Endpoint("chat", "chat", chat.parse, _encode_conversation, _chat, _collect_choices)
+COMPLETIONS = Endpoint("completions", "completions", completions.parse, _encode_prompts, _completions, _collect_choices)
+MESSAGES = Endpoint("messages", "messages", messages.parse, _encode_conversation, _messages, _collect_one)
+RESPONSES = Endpoint("responses", "responses", responses.parse, _encode_conversation, _responses, _collect_one)
 
-ENDPOINTS: dict[str, Endpoint] = {"/v1/chat/completions": CHAT, "/chat/completions": CHAT}
+ENDPOINTS: dict[str, Endpoint] = {
+    "/v1/chat/completions": CHAT,
+    "/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/completions": COMPLETIONS,
+    "/beta/completions": COMPLETIONS,
+    "/v1/messages": MESSAGES,
+    "/v1/responses": RESPONSES,
+}

@@ -1,0 +1,236 @@
+"""What clients see: the OpenAI SDK unchanged, errors, limits, ids, keys."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+from gateway_cluster import TEXT, chat, events, text_of
+
+
+def sdk(cluster, **more) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, **more)
+
+
+async def test_openai_sdk_unary(cluster):
+    async with sdk(cluster) as client:
+        reply = await client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=64, extra_body={"thinking": {"type": "disabled"}}
+        )
+    assert reply.choices[0].message.content == TEXT
+    assert reply.choices[0].finish_reason == "stop"
+    prompt, completion = reply.usage.prompt_tokens, reply.usage.completion_tokens
+    assert (completion, reply.usage.total_tokens) == (len(cluster.script), prompt + completion)
+    assert reply.usage.prompt_tokens_details.cached_tokens == 3
+
+
+async def test_openai_sdk_streams_with_usage_in_a_last_chunk_without_choices(cluster):
+    async with sdk(cluster) as client:
+        stream = await client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=4, stream=True,
+            stream_options={"include_usage": True}, logprobs=True, top_logprobs=2, extra_body={"thinking": {"type": "disabled"}},
+        )  # fmt: skip
+        chunks = [chunk async for chunk in stream]
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 4
+    assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["length"]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == "the water runs down"[: len("the water runs down")]
+    first = next(c for c in chunks if c.choices[0].logprobs)
+    assert first.choices[0].logprobs.content[0].logprob == -0.5 and len(first.choices[0].logprobs.content[0].top_logprobs) == 2
+
+
+async def test_openai_sdk_completions(cluster):
+    async with sdk(cluster) as client:
+        reply = await client.completions.create(model="fake", prompt=["one", "two"], max_tokens=2, n=2)
+    assert [c.index for c in reply.choices] == [0, 1, 2, 3]
+    assert {c.text for c in reply.choices} == {"the water"}
+    assert reply.usage.completion_tokens == 8
+
+
+async def test_several_choices_stream(cluster):
+    chunks = await cluster.stream(chat(n=3, max_tokens=2, stream_options={"include_usage": True}))
+    finishes = [(c["choices"][0]["index"], c["choices"][0]["finish_reason"]) for c in chunks[:-2] if c["choices"][0]["finish_reason"]]
+    assert sorted(finishes) == [(0, "length"), (1, "length"), (2, "length")]
+    assert chunks[-1] == "data: [DONE]" or chunks[-1] == "[DONE]"
+    assert chunks[-2]["choices"] == [] and chunks[-2]["usage"]["completion_tokens"] == 6
+
+
+async def test_text_stop_cuts_and_tells_decode_what_counts(cluster):
+    decode = cluster.decodes[0]
+    decode.delay = 0.01
+    status, _, body = await cluster.post(chat(stop=[" hill"]))
+    assert status == 200 and body["choices"][0]["message"]["content"] == "the water runs down from the"
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert decode.cancels[0].reason == "stop" and decode.cancels[0].keep == {0: 7}
+    assert body["usage"]["completion_tokens"] == 7
+
+
+async def test_text_stop_in_a_stream(cluster):
+    cluster.decodes[0].delay = 0.01
+    chunks = await cluster.stream(chat(stop="the hill", stream_options={"include_usage": True}))
+    assert text_of(chunks) == "the water runs down from "
+    assert chunks[-2]["usage"]["completion_tokens"] == 7
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"{", 400, "invalid JSON"),
+        (b"", 400, "invalid JSON"),
+        (b"\xff\xfe", 400, "invalid JSON"),
+        (b"[1]", 400, "must be a JSON object"),
+        (b'{"model":"fake"}', 400, "messages"),
+        ({"model": "fake", "messages": "hi"}, 400, "expected a sequence"),
+        (chat(model="other"), 404, "fake"),
+        (chat(model=7), 400, "expected a string"),
+        (chat(temperature="hot"), 400, "hot"),
+        (chat(temperature=99), 400, "temperature"),
+        (chat(max_tokens=-1), 400, "-1"),
+        (chat(max_tokens=5000), 400, "4096"),
+        (chat(messages=[]), 400, "mpty"),
+        (chat(messages=[{"role": "user", "content": "word " * 5000}]), 400, "4096"),
+        (chat(messages=[{"role": "alien", "content": "x"}]), 400, "alien"),
+        (chat(n=0), 400, "n"),
+        (chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]),
+         400, "vision"),
+    ],
+)  # fmt: skip
+async def test_bad_input_is_an_openai_error_object(cluster, body, status, words):
+    got, headers, reply = await cluster.post(body)
+    assert got == status, reply
+    assert set(reply["error"]) == {"message", "type", "param", "code"} and words in reply["error"]["message"]
+    assert headers["X-Request-Id"]
+    assert not cluster.decodes[0].admits, "nothing of it reaches a worker"
+    assert (await cluster.post(chat()))[0] == 200, "and nothing is lost"
+
+
+async def test_too_large_a_body_names_both_sizes(bare):
+    await bare.start_gateway(max_body_bytes=2000)
+    body = json.dumps(chat(messages=[{"role": "user", "content": "x" * 3000}])).encode()
+    status, _, reply = await bare.post(body)
+    assert status == 413 and f"{len(body):,}" in reply["error"]["message"] and "2,000" in reply["error"]["message"]
+
+    async def chunked():
+        for _ in range(10):
+            yield b"x" * 1000
+
+    async with bare.session.post("/v1/chat/completions", data=chunked()) as response:
+        assert response.status == 413 and "2,000" in await response.text()
+
+
+@pytest.mark.parametrize("name", ["a.b.*", "x>y", "  spaces  ", "é", "q" * 2000])
+async def test_a_clients_request_id_is_echoed_and_never_a_subject(cluster, name):
+    subjects_seen = []
+    await cluster.gateway.bus.subscribe_bytes("headrace.>", lambda data, subject, reply: subjects_seen.append((subject, data)))
+    status, headers, _ = await cluster.post(chat(), **{"X-Request-Id": name})
+    assert status == 200 and headers["X-Request-Id"] == name.strip()[:256]
+    await asyncio.sleep(0.05)
+    assert not [s for s, _ in subjects_seen if name.strip() in s]
+    received = next(json.loads(d) for s, d in subjects_seen if s.endswith("gateway.received"))
+    assert received["client_id"] == name.strip()[:256]
+
+
+async def test_without_one_our_id_is_told(cluster):
+    _, headers, body = await cluster.post(chat())
+    assert body["id"] == f"chatcmpl-{headers['X-Request-Id']}"
+    assert cluster.decodes[0].admits[0].request == headers["X-Request-Id"]
+
+
+async def test_api_keys_and_tenants(bare, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# tenants\nred:secret-1\nblue:secret-2\n")
+    await bare.add_decode()
+    await bare.add_prefill()
+    await bare.start_gateway(api_key_file=str(keys))
+    await bare.ready()
+    status, headers, reply = await bare.post(chat())
+    assert status == 401 and reply["error"]["code"] == "invalid_api_key" and headers["WWW-Authenticate"] == "Bearer"
+    assert (await bare.post(chat(), Authorization="Bearer wrong"))[0] == 401
+    assert (await bare.post(chat(), Authorization="Bearer secret-1"))[0] == 200
+    assert (await bare.post(chat(), **{"x-api-key": "secret-2"}))[0] == 200
+    assert (await bare.post(chat(cache_salt="s"), **{"x-api-key": "secret-2"}))[0] == 200
+    assert (await bare.post(chat(cache_salt="s"), **{"x-api-key": "secret-2"}))[0] == 200
+    namespaces = [admit.namespace for admit in bare.decodes[0].admits]
+    assert len({*namespaces}) == 3 and namespaces[2] == namespaces[3], "each tenant its own, a salt divides one"
+    async with bare.session.get("/health") as response:
+        assert response.status == 200, "probes need no key"
+    async with bare.session.get("/v1/models") as response:
+        assert response.status == 401
+
+
+async def test_sampling_arrives_as_sent_and_a_seed_is_drawn(cluster):
+    body = chat(temperature=0.3, top_p=0.5, top_k=7, min_p=0.1, presence_penalty=0.2, frequency_penalty=0.4, repetition_penalty=1.1,
+                seed=5, max_tokens=9, min_tokens=2, stop_token_ids=[11], ignore_eos=True, logprobs=True, top_logprobs=3)  # fmt: skip
+    await cluster.post(body)
+    await cluster.post(chat())
+    await cluster.post(chat())
+    first, second, third = (admit.sampling for admit in cluster.decodes[0].admits)
+    for name in ("top_k", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos"):
+        assert getattr(first, name) == body[name]
+    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        assert getattr(first, name) == pytest.approx(body[name])
+    assert first.logprobs == 3 and second.logprobs == -1
+    assert second.seed != third.seed
+
+
+async def test_models_tokenize_health_version(cluster):
+    async with cluster.session.get("/v1/models") as response:
+        model = (await response.json())["data"][0]
+    assert (model["id"], model["engine"], model["max_model_len"]) == ("fake", "fake", 4096)
+    _, _, tokens = await cluster.post({"prompt": TEXT, "return_token_strs": True}, "/tokenize")
+    assert tokens["tokens"] == list(cluster.script) and "".join(tokens["token_strs"]) == TEXT
+    _, _, text = await cluster.post({"tokens": tokens["tokens"]}, "/detokenize")
+    assert text["prompt"] == TEXT
+    _, _, rendered = await cluster.post({"messages": chat()["messages"], "thinking": {"type": "disabled"}}, "/tokenize")
+    await cluster.post(chat())
+    assert list(rendered["tokens"]) == list(_ids(cluster.prefills[0].runs[0]))
+    status, _, reply = await cluster.post({"tokens": [1, 10**9]}, "/detokenize")
+    assert status == 400 and "tokens" in reply["error"]["message"]
+    for path in ("/health", "/ready", "/version", "/metrics"):
+        async with cluster.session.get(path) as response:
+            assert response.status == 200, path
+            text = await response.text()
+    assert 'headrace_gateway_requests_total{endpoint="chat",status="200"} 1.0' in text
+    assert "vllm:num_requests_running" in text and "headrace_time_to_first_token_seconds_count 1.0" in text
+    status, _, reply = await cluster.post({}, "/nowhere")
+    assert status == 404 and "/nowhere" in reply["error"]["message"]
+
+
+def _ids(run):
+    from headrace.bus.messages import unpack_ids
+
+    return unpack_ids(run.ids)
+
+
+async def test_without_workers_503_and_not_ready(bare):
+    await bare.start_gateway()
+    status, headers, reply = await bare.post(chat())
+    assert status == 503 and int(headers["Retry-After"]) >= 1 and "ready" in reply["error"]["message"]
+    async with bare.session.get("/ready") as response:
+        assert response.status == 503
+    async with bare.session.get("/health") as response:
+        assert response.status == 200
+    await bare.add_decode()
+    await bare.gateway.peers.wait_for("decode")
+    status, _, reply = await bare.post(chat())
+    assert status == 503 and "prefill" in reply["error"]["message"]
+
+
+async def test_http_1_0_gets_its_stream_without_chunks(cluster):
+    host, port = cluster.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(chat(stream=True)).encode()
+    writer.write(b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+    raw = await asyncio.wait_for(reader.read(), 3)
+    writer.close()
+    head, _, rest = raw.partition(b"\r\n\r\n")
+    assert b"chunked" not in head and text_of(events(rest)[:-1]) == TEXT
+
+
+async def test_anthropic_messages(cluster):
+    body = {"model": "fake", "max_tokens": 64, "messages": [{"role": "user", "content": "hi"}], "thinking": {"type": "disabled"}}
+    status, _, reply = await cluster.post(body, "/v1/messages")
+    assert status == 200 and reply["content"][-1]["text"] == TEXT and reply["usage"]["output_tokens"] == len(cluster.script)
+    status, _, reply = await cluster.post(body | {"model": "no"}, "/v1/messages")
+    assert status == 404 and reply["type"] == "error" and reply["error"]["type"] == "not_found_error"
+    _, _, counted = await cluster.post(body, "/v1/messages/count_tokens")
+    assert counted["input_tokens"] == cluster.decodes[0].admits[0].prompt_tokens
