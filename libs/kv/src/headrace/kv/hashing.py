@@ -1,13 +1,14 @@
 """Identity of KV: keyed, chained 128-bit hashes of full blocks.
 
-    h_0 = ROOT,  h_i = blake2b(h_{i-1} | ids of block i as little-endian u32 | extra keys, key = K(layout id, namespace))
+    h_0 = ROOT,  h_i = blake2b(h_{i-1} | ids of block i as little-endian u32 | extra keys, key = K(layout id,
+    namespace))
 
-Knows what makes two blocks the same: every token from the start of the prompt, the images in it, the layout of the bytes
-(numerics class included) and the namespace. Does not know tensors, tenants' names or where blocks lie.
+Knows what makes two blocks the same: every token from the start of the prompt, the images in it, the layout of the
+bytes (numerics class included) and the namespace. Does not know tensors, tenants' names or where blocks lie.
 
-The hash is cryptographic (blake2b, 16-byte digests), so a tenant can't make a block that answers for another prompt. Its seed
-is a constant with a version, so all processes of a cluster agree; `self_test` holds a known vector and is called at start.
-Variable-length inputs are framed with their length: no two different inputs have the same bytes.
+The hash is cryptographic (blake2b, 16-byte digests), so a tenant can't make a block that answers for another prompt.
+Its seed is a constant with a version, so all processes of a cluster agree; `self_test` holds a known vector and is
+called at start. Variable-length inputs are framed with their length: no two different inputs have the same bytes.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ def pack_ids(ids: Sequence[int] | bytes | memoryview) -> bytes:
 
 
 def namespace_key(tenant: bytes, salt: str | None, secret: bytes = b"") -> bytes:
-    """16-byte namespace of an authenticated tenant. `salt` is what the client sent (`cache_salt`): it only divides the tenant's
-    own namespace, for the tenant stands in its own frame. `secret` is the deployment's: hashes on disk leak nothing without it.
+    """16-byte namespace of an authenticated tenant. `salt` is what the client sent (`cache_salt`): it only divides
+    the tenant's own namespace, for the tenant stands in its own frame. `secret` is the deployment's: hashes on disk
+    leak nothing without it.
     """
     given = b"" if salt is None else b"\1" + salt.encode()
     return _digest(b"namespace", _frame(secret, tenant, given))
@@ -66,7 +68,8 @@ def namespace_key(tenant: bytes, salt: str | None, secret: bytes = b"") -> bytes
 def content_binding(
     layout_id: str, namespace: bytes, ids: Sequence[int] | bytes, images: Images = (), checkpoint: str = ""
 ) -> bytes:
-    """16 bytes that bind a ticket to one prompt: all its ids (the partial last block too), images, layout and namespace."""
+    """16 bytes that bind a ticket to one prompt: all its ids (the partial last block too), images, layout and
+    namespace."""
     extra = b"".join(_frame(struct.pack("<I", start), digest) for start, digest in sorted(images))
     return _digest(b"content", _frame(layout_id.encode(), checkpoint.encode(), namespace, pack_ids(ids), extra))
 
@@ -82,8 +85,8 @@ class BlockHasher:
     def hashes(self, ids: Sequence[int] | bytes, images: Images = ()) -> list[bytes]:
         """Hashes of the full blocks of `ids`, in order; the partial last block has none.
 
-        images: (position of the image's first token, digest of its pixels), absolute. An image counts in the block where it
-        starts; later blocks inherit it through their parent.
+        images: (position of the image's first token, digest of its pixels), absolute. An image counts in the block
+        where it starts; later blocks inherit it through their parent.
         """
         packed = memoryview(pack_ids(ids))
         step = 4 * self.block_tokens
@@ -118,8 +121,8 @@ class BlockHasher:
         return hasher.digest()
 
     def _extras(self, images: Images) -> dict[int, bytes]:
-        """Block index -> framed (offset in block, digest) of the images that start in it. Frames follow fixed-size input, so a
-        block without images can't equal one with."""
+        """Block index -> framed (offset in block, digest) of the images that start in it. Frames follow fixed-size
+        input, so a block without images can't equal one with."""
         out: dict[int, bytes] = {}
         for start, digest in sorted(images):
             if start < 0 or not digest:
@@ -130,7 +133,8 @@ class BlockHasher:
 
 
 def self_test() -> None:
-    """Raises RuntimeError when this process would hash differently from the others (another VERSION, a broken hashlib)."""
+    """Raises RuntimeError when this process would hash differently from the others (another VERSION, a broken
+    hashlib)."""
     got = BlockHasher("self-test", namespace_key(b"tenant", "salt")).hashes(range(256), images=[(7, b"pixels")])[-1]
     if got != SELF_TEST:
         raise RuntimeError(f"block hashes differ from the known vector: got {got.hex()}, want {SELF_TEST.hex()}")

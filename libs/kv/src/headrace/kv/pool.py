@@ -9,10 +9,11 @@ Each block is in exactly one of four places:
     cached       no reference, but it is the resident block of its hash: matched again, or evicted when room is needed
     quarantined  its request let go, but a writer that we can't stop may still write into it (see `grants`)
 
-`free + used + cached + quarantined = total` always; `check` proves it against the owners that a caller found by walking.
+`free + used + cached + quarantined = total` always; `check` proves it against the owners that a caller found by
+walking.
 
-Eviction is least recently used, leaves first: a block whose child is resident goes after the child, for a prefix with a hole
-can't be matched behind the hole. All operations are O(1) or O(log n) per block.
+Eviction is least recently used, leaves first: a block whose child is resident goes after the child, for a prefix with
+a hole can't be matched behind the hole. All operations are O(1) or O(log n) per block.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from headrace.kv.hashing import ROOT
 
 
 class BlockPool:
-    """Bookkeeping of `num_blocks` blocks. Not thread safe: one loop owns it. Misuse raises ValueError naming the block."""
+    """Bookkeeping of `num_blocks` blocks. Not thread safe: one loop owns it. Misuse raises ValueError naming the
+    block."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -130,8 +132,9 @@ class BlockPool:
                 self._settle(block)
 
     def announce(self, block: int, block_hash: bytes, parent: bytes) -> None:
-        """A full, committed block gets its identity. When another block already holds this hash that one stays the resident
-        copy; this one serves those who refer to it and is freed after them. Announcing twice the same changes nothing."""
+        """A full, committed block gets its identity. When another block already holds this hash that one stays the
+        resident copy; this one serves those who refer to it and is freed after them. Announcing twice the same
+        changes nothing."""
         if self._refs[block] == 0:
             raise ValueError(f"block {block} is {self._place(block)}; only its user can announce it")
         known = self._hash[block]
@@ -191,7 +194,8 @@ class BlockPool:
         return count
 
     def check(self, owners: dict[int, int]) -> None:
-        """AssertionError unless the books agree with `owners`: block -> references found by walking whoever holds blocks."""
+        """AssertionError unless the books agree with `owners`: block -> references found by walking whoever holds
+        blocks."""
         for block, refs in enumerate(self._refs):
             assert refs == owners.get(block, 0), f"block {block} has {refs} references, owners hold {owners.get(block, 0)}"
         used = {block for block, refs in enumerate(self._refs) if refs}
