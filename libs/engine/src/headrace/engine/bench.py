@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import api
+from . import accuracy, api
 from .core import EngineCore
 from .loader import load_model
 from .make_checkpoint import PRESETS, make_checkpoint
@@ -35,8 +35,12 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as scratch:
         path = args.model or make_checkpoint(args.preset, args.seed, Path(scratch) / args.preset)
-        report = measure(path, args)
-    print(json.dumps(report, indent=1) if args.json else table(report))
+        if args.accuracy:
+            report = accuracy.measure(path, seed=args.seed, batch_invariant=args.batch_invariant)
+        else:
+            report = measure(path, args)
+    show = accuracy.table if args.accuracy else table
+    print(json.dumps(report, indent=1) if args.json else show(report))
     return 0
 
 
@@ -45,6 +49,7 @@ def _arguments() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--preset", choices=sorted(PRESETS), default="nano", help="a random checkpoint (default nano)")
     source.add_argument("--model", help="a checkpoint directory instead")
+    parser.add_argument("--accuracy", action="store_true", help="instead of speed, measure what class `bounded` changes")
     parser.add_argument("--batch", type=_sizes, default=[1, 8, 32], metavar="N,N...", help="batch sizes (default 1,8,32)")
     parser.add_argument("--prompt", type=int, default=256, help="prompt tokens (default 256)")
     parser.add_argument("--output", type=int, default=32, help="tokens to generate (default 32)")
@@ -55,7 +60,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=0, help="torch threads (default: torch's own choice)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout instead of a table")
     return parser
 
 
