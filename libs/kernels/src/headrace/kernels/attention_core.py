@@ -8,9 +8,9 @@ Latent attention (MLA after absorption, CSA2): one KV head whose entry is key an
 Scores are kept in base 2 (scale * log2 e folded into one factor). The running maximum starts at -1e30, not at -inf, so
 a row that sees no key stays finite and gives 0.
 
-Two arrangements of one step. `attend` keeps query rows on the left and takes raw bytes that were fetched one tile ahead
-into registers: FP8 and FP4 must pass through registers anyway, and fetching ahead hides their latency. `attend_few`
-keeps keys on the left, for fewer than 64 rows of bf16, where rows on the left would leave the matrix unit empty.
+Two arrangements of one step: `attend` keeps query rows on the left and takes raw words, which pass through registers to
+be decoded; `attend_few` keeps keys on the left, for few rows of bf16, where rows on the left would leave the matrix
+unit empty.
 """
 
 from headrace.kernels._triton import dot, tl, triton
@@ -21,12 +21,40 @@ NO_SCORE_ = tl.constexpr(NO_SCORE)
 
 
 @triton.jit
-def fetch(
-    base32, index, page_stride, offset, PAGE: tl.constexpr, LAYOUT: tl.constexpr, FORM: tl.constexpr
+def load_keys(
+    base16, base32, index, page_stride, offset, PAGE: tl.constexpr, LAYOUT: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
+    """Entries at index [N] (negative: zeros) of any layout -> bf16 k [N, 512] and, in forms 1 and 2, rope [N, 64]."""
+    if LAYOUT == 0:
+        return fetch_bf16(base16, index, page_stride, offset, PAGE, FORM)
+    else:
+        data, words, tail = fetch(base32, index, page_stride, offset, PAGE, LAYOUT)
+        k = decode(data, words, LAYOUT)
+        rope = k
+        if FORM > 0:
+            rope = unpack_bf16(tail)
+        return k, rope
+
+
+@triton.jit
+def fetch_bf16(base16, index, page_stride, offset, PAGE: tl.constexpr, FORM: tl.constexpr):
+    """Entries at index [N] (negative: zeros) of a bf16 pool -> k [N, 512] and, in form 1, rope [N, 64]."""
+    mask = (index >= 0)[:, None]
+    index = tl.maximum(index, 0)
+    size: tl.constexpr = 1152 if FORM == 1 else 1024
+    row = tl.multiple_of(((index // PAGE).to(tl.int64) * page_stride + offset + (index % PAGE) * size) // 2, 8)
+    k = tl.load(base16 + row[:, None] + tl.arange(0, 512)[None, :], mask=mask, other=0.0)
+    rope = k
+    if FORM == 1:
+        rope = tl.load(base16 + row[:, None] + 512 + tl.arange(0, 64)[None, :], mask=mask, other=0.0)
+    return k, rope
+
+
+@triton.jit
+def fetch(base32, index, page_stride, offset, PAGE: tl.constexpr, LAYOUT: tl.constexpr):
     """Raw words of the entries at index [N] (negative: zeros): (columns, scales, rope columns), all int32, unused ones small.
 
-    Words, not bytes: values carried from one loop turn to the next take a whole register each.
+    Words, not bytes: a loop prefetches them into shared memory in 16-byte pieces.
     """
     present = index >= 0
     mask = present[:, None]
@@ -34,15 +62,7 @@ def fetch(
     begin = (index // PAGE).to(tl.int64) * page_stride + offset
     slot = index % PAGE
     column = tl.arange(0, 128)
-    if LAYOUT == 0:
-        row = tl.multiple_of(begin // 4, 4) + slot * (288 if FORM == 1 else 256)
-        row = tl.multiple_of(row, 4)
-        data = tl.load(base32 + row[:, None] + tl.arange(0, 256)[None, :], mask=mask, other=0)
-        words = index
-        tail = words
-        if FORM == 1:
-            tail = tl.load(base32 + row[:, None] + 256 + tl.arange(0, 32)[None, :], mask=mask, other=0)
-    elif LAYOUT == 1:
+    if LAYOUT == 1:
         row = tl.multiple_of((begin + slot * 528) // 4, 4)
         data = tl.load(base32 + row[:, None] + column[None, :], mask=mask, other=0)
         words = tl.load(base32 + row[:, None] + 128 + tl.arange(0, 4)[None, :], mask=mask, other=0)
@@ -71,9 +91,7 @@ def fetch(
 def decode(data, words, LAYOUT: tl.constexpr):
     """Raw columns and scale words of `fetch` -> bf16 [N, 512]; every product but V3.2's is exact."""
     N: tl.constexpr = data.shape[0]
-    if LAYOUT == 0:
-        return unpack_bf16(data)
-    elif LAYOUT == 1:
+    if LAYOUT == 1:
         return _scaled(_e4m3(_bytes(data)), _ue8m0(_bytes(words)))
     elif LAYOUT == 2:
         scale = _e4m3(_bytes(words)) * 16384.0
@@ -153,18 +171,17 @@ def load_queries(q_ptr, row, live, D: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, q_tail, top, total, acc, acc_tail, data, words, tail, visible, scale, LAYOUT: tl.constexpr, FORM: tl.constexpr
+    q, q_tail, top, total, acc, acc_tail, k, rope, visible, scale, FORM: tl.constexpr
 ):  # fmt: skip
-    """One tile of N keys. q bf16 [M, 512], q_tail [M, 64]; top, total [M]; acc fp32 [M, 512], acc_tail [M, 64].
+    """One tile of N keys: k bf16 [N, 512], rope [N, 64].
 
-    visible [1 or M, N]; scale > 0. In form 2 the columns of q beyond 448 meet zeros.
+    q bf16 [M, 512], q_tail [M, 64]; top, total [M]; acc fp32 [M, 512], acc_tail [M, 64]. visible
+    [1 or M, N]; scale > 0. In form 2 the columns of q beyond 448 meet zeros.
     """
     M: tl.constexpr = q.shape[0]
-    N: tl.constexpr = data.shape[0]
-    k = decode(data, words, LAYOUT)
+    N: tl.constexpr = k.shape[0]
     score = dot(q, tl.trans(k), tl.zeros([M, N], tl.float32)) * scale
     if FORM > 0:
-        rope = unpack_bf16(tail)
         score += dot(q_tail, tl.trans(rope), tl.zeros([M, N], tl.float32)) * scale
     # The branch is always taken, and the sum above is not a chain of products: where the compiler sees one product
     # behind another it lays the first out by rows alone, and with 64 rows half of the warps repeat the others' work.
@@ -186,17 +203,6 @@ def attend(
 
 
 @triton.jit
-def fetch_bf16(base16, index, page_stride, offset, PAGE: tl.constexpr, D: tl.constexpr):
-    """Entries at index [N] (negative: zeros) of a bf16 pool -> their first 512 and last 64 columns."""
-    mask = (index >= 0)[:, None]
-    index = tl.maximum(index, 0)
-    row = tl.multiple_of(((index // PAGE).to(tl.int64) * page_stride + offset + (index % PAGE) * (2 * D)) // 2, 8)
-    k = tl.load(base16 + row[:, None] + tl.arange(0, 512)[None, :], mask=mask, other=0.0)
-    rope = tl.load(base16 + row[:, None] + (D - 64) + tl.arange(0, 64)[None, :], mask=mask, other=0.0)
-    return k, rope
-
-
-@triton.jit
 def attend_few(q, q_tail, top, total, acc, k, rope, visible, scale, FORM: tl.constexpr):
     """One tile of N bf16 keys k [N, 512], rope [N, 64], with keys and columns on the left: acc fp32 [512, M]."""
     M: tl.constexpr = q.shape[0]
@@ -215,36 +221,35 @@ def attend_few(q, q_tail, top, total, acc, k, rope, visible, scale, FORM: tl.con
 
 @triton.jit
 def store_values(out_ptr, at, live, factor, acc, acc_tail, cos_ptr, sin_ptr, FORM: tl.constexpr, HAS_ROPE: tl.constexpr):
-    """Write acc [M, 512] times factor [M] to rows `at` [M] of 512; HAS_ROPE rotates the last 64 columns back first."""
+    """Write acc [M, 512] times factor [M] to rows `at` [M] of 512.
+
+    HAS_ROPE then rotates the last 64 columns by the conjugate, from the rounded values, as the model does.
+    """
     start = out_ptr + at[:, None] * 512
     mask = live[:, None]
     kind = out_ptr.dtype.element_ty
     column = tl.arange(0, 512)
-    value = acc * factor[:, None]
+    value = (acc * factor[:, None]).to(kind)
     if FORM == 2:
-        tail = acc_tail * factor[:, None]
-        if HAS_ROPE:
-            tail = rotate_tail(tail, cos_ptr, sin_ptr, True)
-        tl.store(start + column[None, :], value.to(kind), mask=mask & (column < 448)[None, :])
-        tl.store(start + 448 + tl.arange(0, 64)[None, :], tail.to(kind), mask=mask)
+        tl.store(start + column[None, :], value, mask=mask & (column < 448)[None, :])
+        tail = (acc_tail * factor[:, None]).to(kind)
+        tl.store(start + 448 + tl.arange(0, 64)[None, :], tail, mask=mask)
     else:
-        if HAS_ROPE:
-            value = rotate_tail(value, cos_ptr, sin_ptr, True)
-        tl.store(start + column[None, :], value.to(kind), mask=mask)
+        tl.store(start + column[None, :], value, mask=mask)
+    if HAS_ROPE:
+        tl.debug_barrier()  # the row is read back by other threads than wrote it
+        rotate_back(start + 448, live, cos_ptr, sin_ptr)
 
 
 @triton.jit
-def rotate_tail(x, cos_ptr, sin_ptr, INVERSE: tl.constexpr):
-    """RoPE on the last 64 columns of x fp32 [M, W], interleaved pairs, by cos, sin [32] at the pointers.
-
-    INVERSE rotates by the conjugate. The other columns stay.
-    """
-    M: tl.constexpr = x.shape[0]
-    W: tl.constexpr = x.shape[1]
-    pair = tl.arange(0, W // 2) - (W // 2 - 32)
-    cos = tl.load(cos_ptr + pair, mask=pair >= 0, other=1.0)[None, :]
-    sin = tl.load(sin_ptr + pair, mask=pair >= 0, other=0.0)[None, :]
-    if INVERSE:
-        sin = -sin
-    even, odd = tl.split(tl.reshape(x, [M, W // 2, 2]))
-    return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [M, W])
+def rotate_back(start, live, cos_ptr, sin_ptr):
+    """Rotate 64 bf16 columns in memory at start [M, 1] by the conjugate of cos, sin [32] at the pointers."""
+    column = tl.arange(0, 64)
+    cos = tl.load(cos_ptr + column // 2)
+    sin = tl.load(sin_ptr + column // 2)
+    signed = tl.where(column % 2 == 1, -sin, sin)
+    at = start + column[None, :]
+    x = tl.load(at, mask=live[:, None], other=0.0).to(tl.float32)
+    partner = tl.load(start + (column ^ 1)[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    tl.debug_barrier()  # all partners are read
+    tl.store(at, (x * cos[None, :] + partner * signed[None, :]).to(tl.bfloat16), mask=live[:, None])

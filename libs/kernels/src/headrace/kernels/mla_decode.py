@@ -10,7 +10,7 @@ import torch
 
 from headrace.kernels import tuning
 from headrace.kernels._triton import cdiv, processor_count, tl, triton
-from headrace.kernels.attention_core import LOG2E, NO_SCORE_, attend, attend_few, fetch, fetch_bf16, load_queries, store_values
+from headrace.kernels.attention_core import LOG2E, NO_SCORE_, attend, attend_few, load_keys, load_queries, store_values
 from headrace.kernels.kv_layouts import LAYOUT_IDS, PagedKV
 from headrace.kernels.sparse_attention import VALUE_DIM, _view, combine_splits
 
@@ -123,42 +123,28 @@ def _mla_decode_kernel(
     table = table_ptr + b * table_stride
     if FEW:
         acc = tl.zeros([512, BLOCK_M], tl.float32)
-        for tile in tl.range(begin, end, num_stages=STAGES):
-            key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            index = _entries(table, tile, end, length, PAGE, BLOCK_N)
-            k, rope = fetch_bf16(kv16, index, page_stride, offset, PAGE, 576)
-            visible = key[:, None] < limit[None, :]
-            top, total, acc = attend_few(q, q_tail, top, total, acc, k, rope, visible, scale, 1)
-        acc = tl.trans(acc)
     else:
         acc = tl.zeros([BLOCK_M, 512], tl.float32)
-        index = _entries(table, begin, end, length, PAGE, BLOCK_N)
-        data, words, tail = fetch(kv32, index, page_stride, offset, PAGE, LAYOUT, 1)
-        following = _entries(table, begin + 1, end, length, PAGE, BLOCK_N)
-        for tile in tl.range(begin, end, num_stages=1):
-            key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        first = tile * BLOCK_N
+        page = tl.load(table + first // PAGE)
+        key = first + tl.arange(0, BLOCK_N)
+        index = tl.where(key < length, page * PAGE + first % PAGE + tl.arange(0, BLOCK_N), -1)
+        k, rope = load_keys(kv16, kv32, index, page_stride, offset, PAGE, LAYOUT, 1)
+        if FEW:
+            visible = key[:, None] < limit[None, :]
+            top, total, acc = attend_few(q, q_tail, top, total, acc, k, rope, visible, scale, 1)
+        else:
             visible = key[None, :] < limit[:, None]
-            now, now_words, now_tail = data, words, tail
-            data, words, tail = fetch(kv32, following, page_stride, offset, PAGE, LAYOUT, 1)
-            following = _entries(table, tile + 2, end, length, PAGE, BLOCK_N)
-            top, total, acc, _ = attend(
-                q, q_tail, top, total, acc, top, now, now_words, now_tail, visible, scale, LAYOUT, 1
-            )
+            top, total, acc, _ = attend(q, q_tail, top, total, acc, top, k, rope, visible, scale, 1)
+    if FEW:
+        acc = tl.trans(acc)
     lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
     if not SPLIT:
         lse = lse / LOG2E_
     tl.store(lse_ptr + at, lse, mask=live)
     factor = tl.where(total > 0, 1.0 / total, 0.0)
     store_values(out_ptr, at, live, factor, acc, acc, lse_ptr, lse_ptr, 1, False)
-
-
-@triton.jit
-def _entries(table, tile, end, length, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Entry indices of a tile, which lies in one page; -1 beyond the sequence and from tile `end` on."""
-    first = tile * BLOCK_N
-    page = tl.load(table + first // PAGE, mask=tile < end, other=0)
-    key = first + tl.arange(0, BLOCK_N)
-    return tl.where(key < tl.minimum(length, end * BLOCK_N), page * PAGE + first % PAGE + tl.arange(0, BLOCK_N), -1)
 
 
 LOG2E_ = tl.constexpr(LOG2E)

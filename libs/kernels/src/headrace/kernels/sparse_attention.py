@@ -4,20 +4,21 @@ Each query row brings its own list of entries: `indices` into a first source (V4
 `extra_indices` into a second one of another layout (V4.1: the FP4 compressed KV). One softmax runs over both, plus a
 sink logit per head that only enters the denominator:
     out = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(sink)),   s_j = scale * q . k_j,   v_j = k_j[:512]
-Rows are flat, so decode (one row a sequence), verification (ragged rows) and prefill are the same call. Optionally q's
-last 64 columns are rotated by RoPE first, and the output's last 64 by the conjugate (DeepSeek-V4.1: values carry RoPE).
-It does not choose the entries, and does not quantise. Source: DeepSeek-V3.2, V4 and V4.1 reports and released configs.
+Rows are flat, so decode (one row a sequence), verification (ragged rows) and prefill are the same call. Optionally the
+output's last 64 columns are rotated back at the query's position (DeepSeek-V4.1: values carry RoPE). q comes rotated: a
+rotated tile is not a plain load any more, and the compiler would keep all of it in registers that the sums need. It does
+not choose the entries, and does not quantise. Source: DeepSeek-V3.2, V4 and V4.1 reports and released configs.
 """
 
 import torch
 
 from headrace.kernels import tuning
 from headrace.kernels._triton import cdiv, next_power_of_2, processor_count, tl, triton
-from headrace.kernels.attention_core import LOG2E, NO_SCORE_, attend, fetch, load_queries, rotate_tail, store_values
+from headrace.kernels.attention_core import LOG2E, NO_SCORE_, attend, load_keys, load_queries, rotate_back, store_values
 from headrace.kernels.kv_layouts import LAYOUT_IDS, PagedKV
+from headrace.kernels.rope import rope_reference
 
 VALUE_DIM = 512
-ROPE_DIM = 64
 
 
 def sparse_attention_reference(
@@ -28,13 +29,11 @@ def sparse_attention_reference(
     extra_kv: PagedKV | None = None,
     extra_indices: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
-    rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out_rope: tuple[torch.Tensor, torch.Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The specification, in `dtype`. Shapes as in `sparse_attention`; the output is not rounded to bf16."""
     q = q.to(dtype)
-    if rope is not None:
-        q = _rotate_tail(q, *rope).to(torch.bfloat16).to(dtype)
     keys = kv.read(indices)
     present = indices >= 0
     if extra_kv is not None:
@@ -47,8 +46,8 @@ def sparse_attention_reference(
     total = lse if sink is None else torch.logaddexp(lse, sink.to(dtype))
     weight = torch.exp(score - torch.where(total.isinf(), 0.0, total).unsqueeze(-1))
     out = torch.einsum("thn,tnd->thd", weight, keys[..., :VALUE_DIM])
-    if rope is not None:
-        out = _rotate_tail(out, rope[0], -rope[1])
+    if out_rope is not None:
+        out = rope_reference(out, out_rope[0], out_rope[1], inverse=True)
     return out, lse
 
 
@@ -60,11 +59,12 @@ def sparse_attention(
     extra_kv: PagedKV | None = None,
     extra_indices: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
-    rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out_rope: tuple[torch.Tensor, torch.Tensor] | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q bf16 [T, H, D]; indices int32 [T, n]; extra_indices int32 [T, m]; sink fp32 [H]; rope (cos, sin) fp32 [T, 32].
+    """q bf16 [T, H, D]; indices int32 [T, n]; extra_indices int32 [T, m]; sink fp32 [H]; out_rope (cos, sin)
+    fp32 [T, 32] of the query positions.
 
     Returns out bf16 [T, H, 512] and lse fp32 [T, H] (natural log, without the sink; -inf for a row without entries,
     whose output is 0). D is 512, or 576 for layout v32_fp8 and for bf16 of that size. With `batch_invariant` a row's
@@ -94,19 +94,21 @@ def sparse_attention(
     if splits > 1:
         partial = torch.empty(splits, rows, heads, VALUE_DIM, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
-    cos, sin = rope if rope is not None else (lse, lse)
+    cos, sin = out_rope if out_rope is not None else (lse, lse)
     _sparse_attention_kernel[(rows * head_blocks, splits)](
-        q, _view(kv, torch.int32), indices, _view(extra, torch.int32), extra_indices,
+        q, _view(kv, torch.bfloat16), _view(kv, torch.int32), indices,
+        _view(extra, torch.bfloat16), _view(extra, torch.int32), extra_indices,
         sink if sink is not None else lse, cos, sin, partial, partial_lse,
         rows, heads, n, m, indices.stride(0), extra_indices.stride(0), tiles_per_split, scale * LOG2E,
         kv.page_stride, kv.offset, extra.page_stride, extra.offset,
         D=dim, FORM=1 if dim == 576 else 2 if kv.layout == "v4_fp8" else 0,
         PAGE=kv.page_size, LAYOUT=LAYOUT_IDS[kv.layout], EXTRA_PAGE=extra.page_size,
-        EXTRA_LAYOUT=LAYOUT_IDS[extra.layout], HAS_EXTRA=m > 0, HAS_SINK=sink is not None, HAS_ROPE=rope is not None,
-        SPLIT=splits > 1, BLOCK_H=block_h, BLOCK_N=config["BLOCK_N"], num_warps=config["num_warps"],
+        EXTRA_LAYOUT=LAYOUT_IDS[extra.layout], HAS_EXTRA=m > 0, HAS_SINK=sink is not None, HAS_ROPE=out_rope is not None,
+        SPLIT=splits > 1, BLOCK_H=block_h, BLOCK_N=config["BLOCK_N"], STAGES=config["STAGES"],
+        num_warps=config["num_warps"],
     )  # fmt: skip
     if splits > 1:
-        combine_splits(partial, partial_lse, out, lse, sink, rope)
+        combine_splits(partial, partial_lse, out, lse, sink, out_rope)
     return out, lse
 
 
@@ -116,18 +118,18 @@ def combine_splits(
     out: torch.Tensor,
     lse: torch.Tensor,
     sink: torch.Tensor | None = None,
-    rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out_rope: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Merge partial fp32 [S, T, H, 512] (each normalised) with base-2 lse [S, T, H] into out and lse, in split order.
 
     A split whose lse is -inf saw no key; its partial output may be unwritten and is not read.
     """
     splits, rows, heads, _ = partial.shape
-    cos, sin = rope if rope is not None else (lse, lse)
+    cos, sin = out_rope if out_rope is not None else (lse, lse)
     _combine_kernel[(rows, cdiv(heads, 4))](
         partial, partial_lse, sink if sink is not None else lse, cos, sin, out, lse,
         rows, heads, splits,
-        HAS_SINK=sink is not None, HAS_ROPE=rope is not None, BLOCK_H=4, num_warps=4,
+        HAS_SINK=sink is not None, HAS_ROPE=out_rope is not None, BLOCK_H=4, num_warps=4,
     )  # fmt: skip
 
 
@@ -142,24 +144,15 @@ def _view(kv: PagedKV, dtype: torch.dtype) -> torch.Tensor:
     return flat[: flat.numel() // size * size].view(dtype)
 
 
-def _rotate_tail(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the last 64 columns of x [T, H, D], interleaved pairs, by cos, sin [T, 32]."""
-    pairs = x[..., -ROPE_DIM:].unflatten(-1, (-1, 2))
-    even, odd = pairs.unbind(-1)
-    c, s = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
-    tail = torch.stack([even * c - odd * s, even * s + odd * c], -1).flatten(-2)
-    return torch.cat([x[..., :-ROPE_DIM], tail], -1)
-
-
 @triton.jit
 def _sparse_attention_kernel(
-    q_ptr, kv32, index_ptr, extra32, extra_index_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, lse_ptr,
+    q_ptr, kv16, kv32, index_ptr, extra16, extra32, extra_index_ptr, sink_ptr, cos_ptr, sin_ptr, out_ptr, lse_ptr,
     rows, heads, n, m, index_stride, extra_index_stride, tiles_per_split, scale,
     page_stride, offset, extra_page_stride, extra_offset,
     D: tl.constexpr, FORM: tl.constexpr,
     PAGE: tl.constexpr, LAYOUT: tl.constexpr, EXTRA_PAGE: tl.constexpr, EXTRA_LAYOUT: tl.constexpr,
     HAS_EXTRA: tl.constexpr, HAS_SINK: tl.constexpr, HAS_ROPE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head_blocks = tl.cdiv(heads, BLOCK_H)
     row = (tl.program_id(0) // head_blocks).to(tl.int64)
@@ -169,11 +162,6 @@ def _sparse_attention_kernel(
     cos_ptr += row * 32
     sin_ptr += row * 32
     q, q_tail = load_queries(q_ptr, row * heads + head, live, D)
-    if HAS_ROPE:
-        if FORM == 2:
-            q_tail = rotate_tail(q_tail.to(tl.float32), cos_ptr, sin_ptr, False).to(tl.bfloat16)
-        else:
-            q = rotate_tail(q.to(tl.float32), cos_ptr, sin_ptr, False).to(tl.bfloat16)
     top = tl.full([BLOCK_H], NO_SCORE_, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, 512], tl.float32)
@@ -182,38 +170,22 @@ def _sparse_attention_kernel(
     begin = split * tiles_per_split
     end = tl.minimum(begin + tiles_per_split, first_tiles)
     indices = index_ptr + row * index_stride
-    index = _load_index(indices, begin, end, n, BLOCK_N)
-    data, words, tail = fetch(kv32, index, page_stride, offset, PAGE, LAYOUT, FORM)
-    following = _load_index(indices, begin + 1, end, n, BLOCK_N)
-    for tile in tl.range(begin, end, num_stages=1):
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        index = _load_index(indices, tile, n, BLOCK_N)
+        k, rope = load_keys(kv16, kv32, index, page_stride, offset, PAGE, LAYOUT, FORM)
         visible = (index >= 0)[None, :]
-        now, now_words, now_tail = data, words, tail
-        index = following
-        data, words, tail = fetch(kv32, index, page_stride, offset, PAGE, LAYOUT, FORM)
-        following = _load_index(indices, tile + 2, end, n, BLOCK_N)
-        top, total, acc, acc_tail = attend(
-            q, q_tail, top, total, acc, acc_tail, now, now_words, now_tail, visible, scale, LAYOUT, FORM
-        )
+        top, total, acc, acc_tail = attend(q, q_tail, top, total, acc, acc_tail, k, rope, visible, scale, FORM)
     if HAS_EXTRA:
         begin = tl.maximum(begin - first_tiles, 0)
         end = tl.minimum((split + 1) * tiles_per_split - first_tiles, tl.cdiv(m, BLOCK_N))
         indices = extra_index_ptr + row * extra_index_stride
-        index = _load_index(indices, begin, end, m, BLOCK_N)
-        data, words, tail = fetch(
-            extra32, index, extra_page_stride, extra_offset, EXTRA_PAGE, EXTRA_LAYOUT, FORM
-        )
-        following = _load_index(indices, begin + 1, end, m, BLOCK_N)
-        for tile in tl.range(begin, end, num_stages=1):
+        for tile in tl.range(begin, end, num_stages=STAGES):
+            index = _load_index(indices, tile, m, BLOCK_N)
+            k, rope = load_keys(
+                extra16, extra32, index, extra_page_stride, extra_offset, EXTRA_PAGE, EXTRA_LAYOUT, FORM
+            )
             visible = (index >= 0)[None, :]
-            now, now_words, now_tail = data, words, tail
-            index = following
-            data, words, tail = fetch(
-                extra32, index, extra_page_stride, extra_offset, EXTRA_PAGE, EXTRA_LAYOUT, FORM
-            )
-            following = _load_index(indices, tile + 2, end, m, BLOCK_N)
-            top, total, acc, acc_tail = attend(
-                q, q_tail, top, total, acc, acc_tail, now, now_words, now_tail, visible, scale, EXTRA_LAYOUT, FORM
-            )
+            top, total, acc, acc_tail = attend(q, q_tail, top, total, acc, acc_tail, k, rope, visible, scale, FORM)
 
     lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
     denominator = total
@@ -230,10 +202,10 @@ def _sparse_attention_kernel(
 
 
 @triton.jit
-def _load_index(indices, tile, end, count, BLOCK_N: tl.constexpr):
-    """Entry indices of a tile, -1 beyond the list and from tile `end` on."""
+def _load_index(indices, tile, count, BLOCK_N: tl.constexpr):
+    """Entry indices of a tile, -1 beyond the list."""
     at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    return tl.load(indices + at, mask=at < tl.minimum(count, end * BLOCK_N), other=-1)
+    return tl.load(indices + at, mask=at < count, other=-1)
 
 
 @triton.jit
@@ -261,11 +233,13 @@ def _combine_kernel(
     if HAS_SINK:
         denominator += tl.exp2(tl.load(sink_ptr + head, mask=live, other=0.0) * LOG2E_ - top)
     body *= tl.where(denominator > 0, 1.0 / denominator, 0.0)[:, None]
-    if HAS_ROPE:
-        body = rotate_tail(body, cos_ptr + row * 32, sin_ptr + row * 32, True)
     at = row * heads + head
     tl.store(lse_ptr + at, lse / LOG2E_, mask=live)
-    tl.store(out_ptr + at[:, None] * 512 + tl.arange(0, 512)[None, :], body.to(tl.bfloat16), mask=live[:, None])
+    start = out_ptr + at[:, None] * 512
+    tl.store(start + tl.arange(0, 512)[None, :], body.to(tl.bfloat16), mask=live[:, None])
+    if HAS_ROPE:
+        tl.debug_barrier()
+        rotate_back(start + 448, live, cos_ptr + row * 32, sin_ptr + row * 32)
 
 
 LOG2E_ = tl.constexpr(LOG2E)

@@ -23,10 +23,10 @@ def grid(**axes: tuple) -> list[dict]:
 def candidates(case: Case) -> tuple[str, list[dict]] | None:
     """(name of the function in `tuning`, configurations worth trying for this case)."""
     if case.op == "sparse_attention":
-        return "sparse_attention", grid(BLOCK_N=(32, 64), num_warps=(8,))
+        return "sparse_attention", grid(BLOCK_N=(32, 64), STAGES=(1, 2, 3, 5), num_warps=(8,))
     if case.op == "mla_decode":
-        few = grid(FEW=(1,), BLOCK_M=(16,), BLOCK_N=(64,), STAGES=(1, 2, 3), WAVES=(4, 8), num_warps=(4, 8))
-        wide = grid(FEW=(0,), BLOCK_M=(64,), BLOCK_N=(32, 64), STAGES=(1,), WAVES=(2, 4, 8), num_warps=(8,))
+        few = grid(FEW=(0,), BLOCK_M=(16,), BLOCK_N=(32, 64), STAGES=(2, 3, 5), WAVES=(4, 8), num_warps=(4,))
+        wide = grid(FEW=(0,), BLOCK_M=(64,), BLOCK_N=(32, 64), STAGES=(2, 3, 5), WAVES=(4, 8, 16), num_warps=(8,))
         return "mla_decode", few if "16 heads" in case.name else wide
     if case.op == "mla_prefill":
         return "mla_prefill", grid(BLOCK_M=(128,), BLOCK_N=(64, 128), STAGES=(2, 3), num_warps=(4, 8))

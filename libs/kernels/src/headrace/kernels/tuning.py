@@ -8,8 +8,8 @@ from headrace.kernels._triton import INTERPRETED
 
 def sparse_attention(layout: str, dim: int) -> dict[str, int]:
     if INTERPRETED:
-        return {"BLOCK_N": 16, "num_warps": 4}
-    return {"BLOCK_N": 64, "num_warps": 8}
+        return {"BLOCK_N": 16, "STAGES": 1, "num_warps": 4}
+    return {"BLOCK_N": 64, "STAGES": 3, "num_warps": 8}
 
 
 def mla_decode(layout: str, rows: int) -> dict[str, int]:
@@ -19,7 +19,7 @@ def mla_decode(layout: str, rows: int) -> dict[str, int]:
         return {"FEW": few, "BLOCK_M": 16, "BLOCK_N": 16, "STAGES": 1, "WAVES": 2, "num_warps": 4}
     if few:
         return {"FEW": 1, "BLOCK_M": 16 if rows <= 16 else 32, "BLOCK_N": 64, "STAGES": 1, "WAVES": 8, "num_warps": 4}
-    return {"FEW": 0, "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 1, "WAVES": 8, "num_warps": 8}
+    return {"FEW": 0, "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 2, "WAVES": 8, "num_warps": 8}
 
 
 def mla_prefill() -> dict[str, int]:

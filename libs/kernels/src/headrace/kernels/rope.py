@@ -1,0 +1,58 @@
+"""Rotary position embedding on the last columns of vectors, adjacent pairs (2i, 2i + 1), in place.
+
+DeepSeek's layout is [nope | rope]; in V4 and V4.1 K and V are one vector, so outputs are rotated back by the conjugate
+(`inverse`). cos and sin are computed by the caller (theta, YaRN and positions are the model's business).
+"""
+
+import torch
+
+from headrace.kernels._triton import cdiv, tl, triton
+
+
+def rope_tables(positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """positions int [T], inverse_frequencies fp32 [R / 2] -> (cos, sin) fp32 [T, R / 2]; angles are fp32 products."""
+    angle = positions.float().unsqueeze(-1) * inverse_frequencies
+    return angle.cos(), angle.sin()
+
+
+def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+    """x [T, H, D] of any dtype, cos, sin [T, R / 2] -> rotated copy: the last R columns of every head."""
+    size = 2 * cos.shape[-1]
+    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    even, odd = x[..., -size:].to(kind).unflatten(-1, (-1, 2)).unbind(-1)
+    c, s = cos.to(kind).unsqueeze(1), sin.to(kind).unsqueeze(1) * (-1 if inverse else 1)
+    tail = torch.stack([even * c - odd * s, even * s + odd * c], -1).flatten(-2).to(x.dtype)
+    return torch.cat([x[..., :-size], tail], -1)
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+    """Rotate x bf16 [T, H, D] in place (any strides of T and H); cos, sin fp32 [T, R / 2], R a power of two. Returns x."""
+    rows, heads, dim = x.shape
+    size = 2 * cos.shape[-1]
+    if x.stride(-1) != 1 or not (cos.is_contiguous() and sin.is_contiguous()):
+        raise ValueError("rope needs contiguous columns of x and contiguous tables")
+    if rows:
+        block = 16
+        _rope_kernel[(rows, cdiv(heads, block))](
+            x, cos, sin, heads, x.stride(0), x.stride(1), dim - size, HALF=size // 2, INVERSE=inverse, BLOCK_H=block
+        )
+    return x
+
+
+@triton.jit
+def _rope_kernel(
+    x_ptr, cos_ptr, sin_ptr, heads, stride_t, stride_h, begin,
+    HALF: tl.constexpr, INVERSE: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    pair = tl.arange(0, HALF)
+    cos = tl.load(cos_ptr + row * HALF + pair)[None, :]
+    sin = tl.load(sin_ptr + row * HALF + pair)[None, :]
+    if INVERSE:
+        sin = -sin
+    at = x_ptr + row * stride_t + head[:, None] * stride_h + begin + tl.arange(0, 2 * HALF)[None, :]
+    live = (head < heads)[:, None]
+    even, odd = tl.split(tl.reshape(tl.load(at, mask=live, other=0.0).to(tl.float32), [BLOCK_H, HALF, 2]))
+    turned = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [BLOCK_H, 2 * HALF])
+    tl.store(at, turned.to(tl.bfloat16), mask=live)
