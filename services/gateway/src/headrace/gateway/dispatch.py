@@ -76,7 +76,7 @@ class Record:
 
     __slots__ = (
         "attempt", "choices", "client_id", "deadline", "decode", "emitted", "ended", "group", "hashes", "ids", "left", "losses",
-        "namespace", "open", "outcome", "prefill", "priority", "received", "request", "sampling", "seconds", "settled", "sink",
+        "namespace", "open", "outcome", "prefill", "priority", "queued", "received", "request", "sampling", "seconds", "settled", "sink",
         "traceparent", "usage", "watching",
     )  # fmt: skip
 
@@ -96,6 +96,7 @@ class Record:
         self.left = sampling.n  # choices that still have output to come
         self.open = sampling.n  # choices that decode has not finished
         self.usage: m.Usage | None = None
+        self.queued = 0.0  # since when it waits in line; 0: it does not
         self.emitted = False
         self.ended = False
         self.outcome: asyncio.Future[str] | None = None  # of the running attempt: "done" or "retry"
@@ -121,6 +122,7 @@ class Dispatcher:
         )
         self._loop = asyncio.get_running_loop()
         self._over: OrderedDict[str, None] = OrderedDict()
+        self.queued = 0  # requests in the line
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._nudge: asyncio.TimerHandle | None = None
         self._ticking = False
@@ -156,10 +158,6 @@ class Dispatcher:
     async def idle(self) -> None:
         """Wait until no request is in flight."""
         await self._idle.wait()
-
-    @property
-    def queued(self) -> int:
-        return len(self._waiting)
 
     # ------------------------------------------------------------ one request
 
@@ -199,6 +197,7 @@ class Dispatcher:
             self._loop.call_later(TICK_SECONDS, self._tick)
 
     def _forget(self, record: Record) -> None:
+        self._leave_line(record)
         self.records.pop(record.request, None)
         self._over[record.request] = None
         if len(self._over) > REMEMBERED:
@@ -211,20 +210,18 @@ class Dispatcher:
         """Find a pair that takes the request and start it there. Raises GatewayError."""
         excluded: set[str] = set()
         refusal: m.Refused | None = None
-        waited = None
         if self._waiting:  # others came first
-            waited = await self._wait(record, waited)
+            await self._wait(record)
         while not record.ended:
-            pair = self.router.choose(record.group, record.hashes, len(record.ids), excluded)
+            group = record.group = self.router.group(record.group.model) or record.group
+            pair = self.router.choose(group, record.hashes, len(record.ids), excluded)
             if pair is None:
-                group = self.router.group(record.group.model)
-                if group is None or not group.prefills or not group.decodes:
-                    missing = "prefill worker" if group is not None and group.decodes else "decode worker"
-                    raise errors.no_workers(f"{missing} for {record.group.model}")
-                if refusal is not None and refusal.code not in ("busy", "full"):
+                if refusal is None:
+                    raise errors.no_workers(f"{'prefill' if group.decodes else 'decode'} worker for {group.model}")
+                if refusal.code not in ("busy", "full"):
                     raise errors.from_refusal(refusal, "workers")
-                waited = await self._wait(record, waited)
-                record.group, excluded, refusal = self.router.group(record.group.model) or group, set(), None
+                await self._wait(record)
+                excluded, refusal = set(), None
                 continue
             record.attempt += 1
             record.outcome = self._loop.create_future()
@@ -239,6 +236,7 @@ class Dispatcher:
                 self._let_go(record)
                 continue
             if record.watching:
+                self._leave_line(record)
                 self.capacity()  # where one found room, the next may too
                 return
 
@@ -311,29 +309,34 @@ class Dispatcher:
 
     # ------------------------------------------------------------ waiting
 
-    async def _wait(self, record: Record, since: float | None) -> float:
-        """Wait in line for room at a worker. -> when the wait began. Raises GatewayError when it is too long or the line is."""
-        now = time.monotonic()
-        if since is None:
-            if len(self._waiting) >= self.settings.max_queue:
-                raise errors.busy(f"all workers are busy and {len(self._waiting)} requests wait already")
-            since = now
-            self.counters["queued"] += 1
-            self.trace.event(record.request, "gateway.queued", None, waiting=len(self._waiting))
+    async def _wait(self, record: Record) -> None:
+        """Wait in line for room at a worker. Raises GatewayError when it takes too long or the line is too long."""
         turn = self._loop.create_future()
-        # Who has waited already keeps its place at the head of the line.
-        self._waiting.append(turn) if since == now else self._waiting.appendleft(turn)
+        if record.queued:  # it has been at the head of the line, and found no room
+            self._waiting.appendleft(turn)
+        else:
+            if self.queued >= self.settings.max_queue:
+                raise errors.busy(f"all workers are busy and {self.queued} requests wait already")
+            record.queued = time.monotonic()
+            self.queued += 1
+            self.counters["queued"] += 1
+            self.trace.event(record.request, "gateway.queued", None, waiting=self.queued)
+            self._waiting.append(turn)
         if self._nudge is None:
             self._nudge = self._loop.call_later(NUDGE_SECONDS, self._on_nudge)
         try:
-            async with asyncio.timeout(min(since + self.settings.queue_seconds - now, record.remaining())):
+            async with asyncio.timeout(min(record.queued + self.settings.queue_seconds - time.monotonic(), record.remaining())):
                 await turn
         except TimeoutError:
             raise errors.busy(f"no worker had room within {self.settings.queue_seconds:g} s") from None
         finally:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(turn)
-        return since
+
+    def _leave_line(self, record: Record) -> None:
+        if record.queued:
+            record.queued = 0.0
+            self.queued -= 1
 
     def _on_nudge(self) -> None:
         """Room is told, but words get lost: ask again now and then while somebody waits."""
@@ -401,6 +404,10 @@ class Dispatcher:
             if behind > len(ids) or (behind == len(ids) and not entry.finish):
                 return
             ids, logprobs = ids[behind:], logprobs[behind:] if logprobs is not None else None
+        if entry.finish == "abort":  # ended there, and nobody says why
+            return self._leg_failed(record, instance, m.Problem(500, "aborted", "the decode worker ended this request"))
+        if not ids and not entry.finish:
+            return
         choice.next += len(ids)
         if not record.emitted:
             self._first_output(record)
@@ -485,6 +492,7 @@ class Dispatcher:
                 if entry.attempt == attempt and not record.ended:
                     self._on_entry(record, entry, decode.instance)
         elif isinstance(answer, m.Refused) and record.emitted:
+            self._cancel_legs(record, "failed")
             self._fail(record, errors.worker_lost("decode", f"output was lost and can't be repeated: {answer.message}"))
 
     def sent_so_far(self, presence: m.Presence) -> None:

@@ -1,0 +1,408 @@
+"""Faults between the gateway and its workers: refusals, deaths, lost messages, silence, a bus that goes away, clients that leave."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from gateway_cluster import TEXT, chat, events, text_of
+
+from headrace.bus import messages as m
+from headrace.bus.testing import eventually
+
+
+def counters(cluster) -> dict:
+    return cluster.gateway.dispatcher.counters
+
+
+async def quiet(cluster):
+    """Nothing is left in flight anywhere in the gateway."""
+    dispatcher = cluster.gateway.dispatcher
+    await eventually(lambda: not dispatcher.records and not dispatcher.queued and not dispatcher._side)
+    assert all(worker.in_flight == 0 for worker in cluster.gateway.router.workers.values())
+
+
+# ---------------------------------------------------------------- refusals
+
+
+async def test_a_busy_worker_is_passed_over(bare):
+    full, free = await bare.add_decode(), await bare.add_decode()
+    full.refuse = m.Refused("busy", "no credit", m.Load())
+    await bare.add_prefill()
+    await bare.start_gateway()
+    await bare.ready(1, 2)
+    for _ in range(6):
+        assert (await bare.post(chat()))[0] == 200
+    assert len(free.streams) == 6
+    await quiet(bare)
+
+
+async def test_a_refused_run_gives_the_admission_back_and_goes_elsewhere(bare):
+    await bare.add_decode()
+    bad, good = await bare.add_prefill(), await bare.add_prefill()
+    bad.refuse = m.Refused("draining", "going")
+    await bare.start_gateway()
+    await bare.ready(2, 1)
+    for _ in range(4):
+        assert (await bare.post(chat()))[0] == 200
+    assert len(good.runs) == 4
+    given_back = [c for c in bare.decodes[0].cancels if c.reason == "failed"]
+    assert len(given_back) == len(bad.runs) >= 1
+    await quiet(bare)
+
+
+async def test_when_all_are_busy_it_waits_in_line_and_then_goes(cluster):
+    decode = cluster.decodes[0]
+    decode.refuse = m.Refused("busy", "no credit", m.Load())
+    waiting = [asyncio.create_task(cluster.post(chat())) for _ in range(5)]
+    await eventually(lambda: cluster.gateway.dispatcher.queued == 5)
+    decode.refuse = None
+    decode.announce()
+    assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 5
+    await quiet(cluster)
+
+
+async def test_the_line_is_bounded_in_length_and_time(bare):
+    decode = await bare.add_decode()
+    await bare.add_prefill()
+    decode.refuse = m.Refused("busy", "no credit", m.Load())
+    await bare.start_gateway(max_queue=2, queue_seconds=0.6)
+    await bare.ready()
+    started = time.monotonic()
+    replies = await asyncio.gather(*(bare.post(chat()) for _ in range(4)))
+    assert [status for status, _, _ in replies] == [429] * 4
+    assert all(int(headers["Retry-After"]) >= 1 for _, headers, _ in replies)
+    texts = sorted(reply["error"]["message"] for _, _, reply in replies)
+    assert sum("wait already" in t for t in texts) == 2 and sum("0.6 s" in t for t in texts) == 2
+    assert time.monotonic() - started < 2
+    await quiet(bare)
+
+
+async def test_a_queued_stream_gets_keep_alive_comments(bare):
+    decode = await bare.add_decode()
+    await bare.add_prefill()
+    decode.refuse = m.Refused("busy", "no credit", m.Load())
+    await bare.start_gateway(keepalive_seconds=0.1)
+    await bare.ready()
+    task = asyncio.create_task(bare.stream(chat()))
+    await asyncio.sleep(0.5)
+    decode.refuse = None
+    decode.announce()
+    got = await task
+    assert got[0] == ": keep-alive" and text_of(got) == TEXT
+
+
+async def test_an_invalid_request_is_told_not_retried(cluster):
+    cluster.decodes[0].refuse = m.Refused("invalid", "blocks do not fit the prompt")
+    status, _, reply = await cluster.post(chat())
+    assert status == 400 and "blocks do not fit" in reply["error"]["message"]
+    assert len(cluster.decodes[0].admits) == 1
+
+
+# ---------------------------------------------------------------- deaths
+
+
+async def test_death_before_output_goes_elsewhere_unnoticed(bare):
+    first = await bare.add_decode()
+    await bare.add_prefill()
+    await bare.start_gateway()
+    await bare.ready()
+    first.hold_at = 0
+    task = asyncio.create_task(bare.post(chat()))
+    await eventually(lambda: first.streams)
+    await bare.add_decode()
+    await bare.ready(1, 2)
+    started = time.monotonic()
+    first.vanish()
+    status, _, reply = await task
+    assert status == 200 and reply["choices"][0]["message"]["content"] == TEXT
+    assert time.monotonic() - started < 1
+    assert counters(bare)["retries"] == 1
+    assert bare.prefills[0].cancels[0].attempt == first.admits[0].attempt, "the other leg was told"
+    await quiet(bare)
+
+
+@pytest.mark.parametrize("how", ["vanish", "mute"])
+async def test_death_in_mid_stream_is_an_error_event_within_a_second(cluster, how):
+    decode = cluster.decodes[0]
+    decode.hold_at = 4
+    async with cluster.streaming(chat()) as response:
+        raw = b""
+        while raw.count(b'"content":" ') < 3:
+            raw += await response.content.readany()
+        started = time.monotonic()
+        if how == "vanish":
+            decode.vanish()
+        else:
+            decode.mute = True
+        raw += await response.content.read()
+    assert time.monotonic() - started < 1.0
+    last = events(raw)[-1]
+    assert last["error"]["code"] == "worker_lost" and last["error"]["message"], "never a silent end"
+    await quiet(cluster)
+
+
+async def test_prefills_death_after_the_first_token_harms_nothing(cluster):
+    decode, prefill = cluster.decodes[0], cluster.prefills[0]
+    decode.hold_at = 4
+    task = asyncio.create_task(cluster.stream(chat()))
+    await eventually(lambda: decode.done and len(next(iter(decode.done.values()))) == 4)
+    prefill.vanish()
+    await asyncio.sleep(0.6)
+    decode.go.set()
+    assert text_of(await task) == TEXT
+
+
+async def test_prefills_death_before_the_first_token_cancels_decode(cluster):
+    cluster.prefills[0].silent = True
+    task = asyncio.create_task(cluster.post(chat()))
+    await eventually(lambda: cluster.prefills[0].runs)
+    cluster.prefills[0].vanish()
+    status, _, reply = await asyncio.wait_for(task, 1.0)
+    assert status == 503 and "prefill" in reply["error"]["message"]
+    await eventually(lambda: cluster.decodes[0].cancels)
+    await quiet(cluster)
+
+
+async def test_a_workers_problem_reaches_the_client_and_the_other_leg(cluster):
+    cluster.decodes[0].problem = m.Problem(500, "corrupt", "checksum of block 3 differs")
+    chunks = await cluster.stream(chat())
+    assert chunks[-1]["error"]["message"] == "checksum of block 3 differs" and chunks[-1]["error"]["code"] == "corrupt"
+    await quiet(cluster)
+
+
+async def test_killed_process_in_mid_stream(nats, bare):
+    """The same with a real worker process and SIGKILL."""
+    await bare.start_gateway()
+    command = ["--nats-url", nats.url, "--engine", "sim", "--log-level", "error", "--kvstore"]
+    workers = [
+        subprocess.Popen([sys.executable, "-m", "headrace.decode", *command, "--sim-step-seconds", "0.03"]),
+        subprocess.Popen([sys.executable, "-m", "headrace.prefill", *command]),
+    ]
+    try:
+        await bare.gateway.peers.wait_for("prefill", timeout=30)
+        await bare.gateway.peers.wait_for("decode", timeout=30)
+        async with bare.streaming(chat(model="sim", max_tokens=500, ignore_eos=True)) as response:
+            raw = await response.content.readany()
+            while raw.count(b"data:") < 5:
+                raw += await response.content.readany()
+            workers[0].send_signal(signal.SIGKILL)
+            started = time.monotonic()
+            raw += await response.content.read()
+        assert time.monotonic() - started < 1.0
+        assert events(raw)[-1]["error"]["code"] == "worker_lost"
+        await quiet(bare)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+# ---------------------------------------------------------------- lost and strange messages
+
+
+@pytest.mark.parametrize("lose", [{1}, {3}, {3, 4, 5}, {1, 9}])
+async def test_lost_output_is_asked_for_again(cluster, lose):
+    cluster.decodes[0].lose = lose
+    cluster.decodes[0].delay = 0.005
+    assert text_of(await cluster.stream(chat())) == TEXT
+    assert counters(cluster)["resumes"] >= 1
+    await quiet(cluster)
+
+
+async def test_a_lost_last_message_is_noticed_by_presence(cluster):
+    decode = cluster.decodes[0]
+    decode.lose = {len(cluster.script)}
+    started = time.monotonic()
+    assert text_of(await cluster.stream(chat())) == TEXT
+    assert time.monotonic() - started < 3
+    await quiet(cluster)
+
+
+async def test_output_that_is_lost_for_good_is_an_error_not_a_hole(cluster):
+    decode = cluster.decodes[0]
+    decode.lose, decode.keep, decode.delay = {3}, False, 0.02
+    chunks = await cluster.stream(chat())
+    assert "error" in chunks[-1] and text_of(chunks[:-1]) == "the water"
+    await eventually(lambda: [c.reason for c in decode.cancels] == ["failed"])
+    await quiet(cluster)
+
+
+async def test_streams_that_nobody_knows_are_cancelled_once(cluster):
+    decode = cluster.decodes[0]
+    for index in range(3):
+        decode.publish(cluster.gateway.instance, [m.OutEntry("ghost", 1, 0, index, m.pack_ids([5]))])
+    await eventually(lambda: decode.cancels)
+    await asyncio.sleep(0.1)
+    assert [(c.request, c.attempt) for c in decode.cancels] == [("ghost", 1)]
+
+
+async def test_another_attempts_output_is_dropped(cluster):
+    decode = cluster.decodes[0]
+    decode.hold_at = 2
+    task = asyncio.create_task(cluster.stream(chat()))
+    await eventually(lambda: decode.done and len(next(iter(decode.done.values()))) == 2)
+    admit = decode.admits[0]
+    decode.publish(cluster.gateway.instance, [m.OutEntry(admit.request, admit.attempt + 7, 0, 2, m.pack_ids([99, 98, 97]))])
+    decode.publish(cluster.gateway.instance, [m.OutEntry(admit.request, admit.attempt, 0, 0, m.pack_ids(cluster.script[:2]))])
+    decode.go.set()
+    assert text_of(await task) == TEXT
+    assert counters(cluster)["stale_outputs"] == 1
+
+
+# ---------------------------------------------------------------- clients
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_cancels_both_legs(cluster, stream):
+    decode, prefill = cluster.decodes[0], cluster.prefills[0]
+    prefill.silent = True
+    task = asyncio.create_task(cluster.post(chat(stream=stream)))
+    await eventually(lambda: prefill.runs)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await eventually(lambda: decode.cancels and prefill.cancels)
+    assert decode.cancels[0].reason == prefill.cancels[0].reason == "client"
+    assert decode.cancels[0].request == decode.admits[0].request
+    await quiet(cluster)
+
+
+async def test_a_client_that_leaves_in_mid_stream_cancels_decode_and_harms_no_other(cluster):
+    decode = cluster.decodes[0]
+    decode.hold_at = 3
+    other = asyncio.create_task(cluster.stream(chat()))
+    await eventually(lambda: decode.admits)
+    async with cluster.streaming(chat()) as response:
+        await response.content.readany()
+        response.close()
+    await eventually(lambda: decode.cancels)
+    decode.go.set()
+    assert text_of(await other) == TEXT
+    assert [c.request for c in decode.cancels] == [decode.admits[1].request]
+    await quiet(cluster)
+
+
+async def test_a_client_that_does_not_read_is_dropped_and_harms_no_other(bare, tokenizer):
+    decode = await bare.add_decode()
+    decode.script = tokenizer.encode_plain("word " * 60_000)
+    decode.max_model_len = 1 << 20
+    prefill = await bare.add_prefill()
+    prefill.max_model_len = 1 << 20
+    await bare.start_gateway(client_buffer_bytes=100_000)
+    await bare.ready()
+    host, port = bare.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    body = json.dumps(chat(stream=True, max_tokens=100_000)).encode()
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+    reader._transport.pause_reading()  # what asyncio has read ahead is bounded too
+    await eventually(lambda: decode.cancels, 20)
+    assert decode.cancels[0].reason == "client"
+    decode.script = bare.script
+    assert text_of(await bare.stream(chat())) == TEXT
+    writer.transport.abort()
+    await quiet(bare)
+
+
+async def test_deadline(bare):
+    decode = await bare.add_decode()
+    await bare.add_prefill()
+    decode.hold_at = 3
+    await bare.start_gateway(request_seconds=0.4)
+    await bare.ready()
+    started = time.monotonic()
+    chunks = await bare.stream(chat())
+    assert chunks[-1]["error"]["code"] == "deadline_exceeded" and time.monotonic() - started < 1
+    status, _, reply = await bare.post(chat())
+    assert status == 504 and "0.4 s" in reply["error"]["message"]
+    assert {c.reason for c in decode.cancels} == {"deadline"} and 0 < decode.admits[0].deadline <= 0.4
+    await quiet(bare)
+
+
+# ---------------------------------------------------------------- the bus
+
+
+async def test_nats_restarts_under_a_running_stream(cluster):
+    decode = cluster.decodes[0]
+    decode.hold_at = 5
+    task = asyncio.create_task(cluster.stream(chat()))
+    await eventually(lambda: decode.done and len(next(iter(decode.done.values()))) == 5)
+    cluster.nats.stop(kill=True)
+    await eventually(lambda: not cluster.gateway.bus.connected)
+    status, headers, reply = await cluster.post(chat())
+    assert status == 503 and reply["error"]["code"] == "bus_down" and headers["Retry-After"]
+    cluster.nats.start()
+    await eventually(lambda: cluster.gateway.bus.connected and decode.bus.connected)
+    decode.go.set()
+    assert text_of(await asyncio.wait_for(task, 5)) == TEXT
+    await cluster.gateway.peers.wait_for("decode")
+    assert (await cluster.post(chat()))[0] == 200
+    await quiet(cluster)
+
+
+async def test_nats_that_stays_away_ends_streams_with_an_error(cluster):
+    decode = cluster.decodes[0]
+    cluster.gateway.settings.bus_grace_seconds = 0.5
+    decode.hold_at = 5
+    task = asyncio.create_task(cluster.stream(chat()))
+    await eventually(lambda: decode.done and len(next(iter(decode.done.values()))) == 5)
+    cluster.nats.stop(kill=True)
+    chunks = await asyncio.wait_for(task, 3)
+    assert chunks[-1]["error"]["code"] == "bus_down"
+    cluster.nats.start()
+    await eventually(lambda: cluster.gateway.bus.connected)
+
+
+async def test_no_tensor_rides_on_the_bus(cluster):
+    """Bytes counted at the gateway: a request costs ids and envelopes, whatever its KV weighs."""
+    bus = cluster.gateway.bus
+    await cluster.post(chat())
+    before = bus.counters.bytes_out + bus.counters.bytes_in
+    prompt = "word " * 2000
+    await cluster.post(chat(messages=[{"role": "user", "content": prompt}], max_tokens=8))
+    tokens = cluster.decodes[0].admits[-1].prompt_tokens
+    moved = bus.counters.bytes_out + bus.counters.bytes_in - before
+    assert tokens > 2000 and moved < 4 * tokens + 2 * 16 * (tokens // 128) + 8_000
+    assert bus.counters.largest_out <= bus.max_payload
+
+
+async def test_a_prompt_larger_than_max_payload_goes_in_chunks(cluster):
+    for worker in cluster.decodes + cluster.prefills:
+        worker.max_model_len = 1 << 20
+        worker.announce()
+    await eventually(lambda: cluster.gateway.router.groups["fake"].max_model_len == 1 << 20)
+    ids = [5] * 300_000
+    status, _, _ = await cluster.post({"prompt": ids, "max_tokens": 2}, "/v1/completions")
+    assert status == 200 and cluster.prefills[0].runs[0].ids == m.pack_ids(ids)
+    assert cluster.gateway.bus.counters.chunks == 2 and cluster.gateway.bus.counters.largest_out <= 1 << 20
+
+
+async def test_trace_tells_the_life_in_order(cluster):
+    got = []
+    cluster.decodes[0].delay = 0.01
+    await cluster.gateway.bus.subscribe_bytes("headrace.trace.>", lambda data, *_: got.append(json.loads(data)))
+    await cluster.stream(chat(), **{"X-Request-Id": "mine"})
+    await eventually(lambda: any(e["event"] == "gateway.finished" for e in got))
+    names = [e["event"].removeprefix("gateway.") for e in sorted(got, key=lambda e: e["ts"])]
+    assert names[:3] == ["received", "rendered", "admitted"] and names[-1] == "finished"
+    assert sorted(names[3:-1]) == ["accepted", "first_token"]  # the first token may overtake prefill's answer
+    assert all(e["ms"] >= 0 for e in got if e["event"] != "gateway.received")
+    assert cluster.gateway.trace.remembered("mine")[-1]["tokens"] == len(cluster.script)
+
+
+async def test_drain_finishes_what_runs_and_refuses_what_comes(cluster):
+    decode = cluster.decodes[0]
+    decode.hold_at = 3
+    task = asyncio.create_task(cluster.stream(chat()))
+    await eventually(lambda: decode.admits)
+    cluster.gateway.set_state("draining")
+    draining = asyncio.create_task(cluster.gateway.drain())
+    status, headers, _ = await cluster.post(chat())
+    assert status == 503 and headers["Retry-After"]
+    await asyncio.sleep(0.05)
+    assert not draining.done()
+    decode.go.set()
+    assert text_of(await task) == TEXT
+    await asyncio.wait_for(draining, 1)
