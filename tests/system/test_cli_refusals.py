@@ -44,9 +44,10 @@ def test_folder_that_is_no_checkpoint_names_what_is_missing(tmp_path):
 
 def tampered_config(model: Path) -> str:
     config = json.loads((model / "config.json").read_text())
-    config["num_hidden_layers"] = config.get("num_hidden_layers", 6) + 1
+    text = config.get("text_config", config)
+    text["num_hidden_layers"] += 1
     (model / "config.json").write_text(json.dumps(config))
-    return "layer"
+    return "compress_ratios"  # one per layer: the config contradicts itself
 
 
 def missing_shard(model: Path) -> str:
