@@ -28,6 +28,20 @@ async def line(process) -> str:
         return (await process.stdout.readline()).decode().strip()
 
 
+async def end(process) -> None:
+    """Kill it, wait for it, and read its pipe to the end (a pipe left open is a warning later)."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+    await process.stdout.read()
+    await process.wait()
+
+
+@pytest.fixture(name="end")
+def _end():
+    return end
+
+
 @pytest.fixture
 def shm_dir():
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -74,11 +88,7 @@ async def spawn(shm_dir):
 
     yield start
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-        await process.wait()
-    await asyncio.sleep(0)
+        await end(process)
     sweeper = Memory("sweeper", shm_dir=shm_dir, kinds=("shm",))  # removes what the killed writers left
     await sweeper.close()
 

@@ -76,7 +76,7 @@ async def test_a_stopped_process_is_not_dead_and_its_late_write_is_refused(kind,
     await owner.close()
 
 
-async def test_owner_killed_while_we_write(shm_dir, kind, line):
+async def test_owner_killed_while_we_write(shm_dir, kind, line, end):
     """The writer notices within its own operation, not at a deadline."""
     code = (
         "import asyncio, sys\n"
@@ -91,8 +91,7 @@ async def test_owner_killed_while_we_write(shm_dir, kind, line):
     peer = await connect(bytes.fromhex(await line(process)), "w~-~1", timeout=5)
     data = bytes(1 << 20)
     await peer.write("kv", [(0, data)], 1, time.monotonic() + 5)
-    process.kill()
-    await process.wait()
+    await end(process)
     started = time.monotonic()
     with pytest.raises(PeerLost):
         for _ in range(1000):
@@ -105,7 +104,7 @@ async def test_owner_killed_while_we_write(shm_dir, kind, line):
     await swept.close()
 
 
-async def test_a_stopped_owner_meets_the_deadline(shm_dir, spawn, line):
+async def test_a_stopped_owner_meets_the_deadline(shm_dir, spawn, line, end):
     """Over tcp a stopped owner takes no bytes: the write ends at its deadline and lets go of the buffer."""
     code = (
         "import asyncio\n"
@@ -126,11 +125,10 @@ async def test_a_stopped_owner_meets_the_deadline(shm_dir, spawn, line):
     assert peer.closed  # half a frame is out: this connection is of no use any more
     with pytest.raises(PeerLost):
         await peer.flush(time.monotonic() + 1)
-    process.kill()
-    await process.wait()
+    await end(process)
 
 
-async def test_what_the_dead_left_is_swept_and_the_living_are_spared(shm_dir, spawn):
+async def test_what_the_dead_left_is_swept_and_the_living_are_spared(shm_dir, spawn, end):
     owner = await make_owner(shm_dir, "shm")
     process, writer = await spawn(owner, "shm", "hold")
     process.send_signal(signal.SIGSTOP)
@@ -138,8 +136,7 @@ async def test_what_the_dead_left_is_swept_and_the_living_are_spared(shm_dir, sp
     assert any(name.startswith(writer) for name in names) and any(name.startswith(owner.incarnation) for name in names)
     second = Memory("second", shm_dir=shm_dir, kinds=("shm",))
     assert second.swept == []
-    process.send_signal(signal.SIGKILL)
-    await process.wait()
+    await end(process)
     third = Memory("third", shm_dir=shm_dir, kinds=("shm",))
     assert third.swept == [writer]
     left = os.listdir(shm_dir)
@@ -177,6 +174,7 @@ async def test_lock_is_not_kept_by_children(shm_dir, line):
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, shm_dir, stdout=asyncio.subprocess.PIPE)
     incarnation, child = (await line(process)).split()
+    await process.stdout.read()
     await process.wait()
     try:
         assert is_dead(incarnation, shm_dir)

@@ -5,6 +5,7 @@ import contextlib
 import os
 import random
 import time
+from pathlib import Path
 
 import pytest
 
@@ -286,6 +287,38 @@ async def test_links_open_once_and_replace_a_lost_peer():
     await links.close()
     assert third.closed
     await owner.close()
+
+
+async def test_links_let_go_of_the_dead(shm_dir):
+    """A dead owner's segments would take memory as long as this process maps them."""
+    links = Links("w~-~1", shm_dir=shm_dir)
+    first = Memory("first", shm_dir=shm_dir, kinds=("shm",))
+    first.register("kv", 1 << 20)
+    peer = await links.get(first.address())
+    first.arm(1, {"kv": [(0, 1 << 20)]})
+    await peer.write("kv", [(0, bytes(1 << 20))], 1, soon())
+    await first.close()
+    assert first.incarnation in Path("/proc/self/maps").read_text()
+    second = Memory("second", shm_dir=shm_dir, kinds=("shm",))
+    assert (await links.get(second.address())).kind == "shm"
+    assert first.incarnation not in Path("/proc/self/maps").read_text()
+    await links.close()
+    await second.close()
+
+
+async def test_a_commit_after_a_refused_write_is_refused(pair):
+    """The flag must not claim what was thrown away, also when the flag's own range is armed."""
+    owner, peer = pair
+    owner.arm(1, {"kv": [(0, 100)], "mailbox": [(0, 8)]})
+    with pytest.raises(BadRange, match="aligned"):
+        await peer.commit("mailbox", 4, 5, 1, soon())
+    if peer.kind == "tcp":
+        await peer.write("kv", [(0, b"x" * 200)], 1, soon())
+        with pytest.raises(GenerationRefused):
+            await peer.commit("mailbox", 0, 5, 1, soon())
+        assert read_u64(owner.view("mailbox"), 0) == 0
+    with pytest.raises((BadRange, GenerationRefused)):
+        await peer.commit("mailbox", 1 << 20, 5, 1, soon())
 
 
 async def test_memory_refuses_what_makes_no_sense(shm_dir):

@@ -85,7 +85,8 @@ class Links:
         if peer is not None and not peer.closed:
             return peer
         if target not in self._opening:
-            self._opening[target] = asyncio.ensure_future(self._open(target, address, timeout))
+            self._opening[target] = opening = asyncio.ensure_future(self._open(target, address, timeout))
+            opening.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, should nobody wait any more
         return await asyncio.shield(self._opening[target])
 
     async def drop(self, incarnation: str) -> None:
@@ -102,7 +103,14 @@ class Links:
     async def _open(self, target: str, address: bytes, timeout: float) -> Peer:
         try:
             peer = await connect(address, self.incarnation, self._kinds, timeout, self._shm_dir)
+            await self._drop_dead()
             self._peers[target] = peer
             return peer
         finally:
             self._opening.pop(target, None)
+
+    async def _drop_dead(self) -> None:
+        """A new link is the time to forget the lost ones: a dead owner's segments take memory as long as somebody maps them."""
+        for incarnation, peer in list(self._peers.items()):
+            if peer.closed or (peer.kind == "shm" and peer.owner_is_dead()):
+                await self.drop(incarnation)

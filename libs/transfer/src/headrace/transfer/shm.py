@@ -45,8 +45,12 @@ class ShmPeer:
         self._views: dict[str, memoryview] = {}
         self._pool: ThreadPoolExecutor | None = None  # one thread: copies to one peer don't fight for the same memory bus
         self._owner = incarnations.Watch(self.incarnation, shm_dir)
-        self._check_alive()
-        self._fence = self._map("fence", None).cast("I")
+        try:
+            self._check_alive()
+            self._fence = self._map("fence", None).cast("I")
+        except BaseException:
+            self._owner.close()
+            raise
 
     async def write(self, region: str, pieces, generation: int, deadline: float) -> None:
         """Place [(offset, buffer)] in `region`. Returns when the bytes are there."""
@@ -106,8 +110,12 @@ class ShmPeer:
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"the deadline for {self.instance} has passed")
 
+    def owner_is_dead(self) -> bool:
+        """Proof that the owner is gone; see `incarnation.Watch`."""
+        return self._owner.is_dead()
+
     def _check_alive(self) -> None:
-        if self._owner.is_dead():
+        if self.owner_is_dead():
             self.reason = "its process is gone"
             raise PeerLost(f"{self.instance} ({self.incarnation}) is dead: the lock on its incarnation is free")
 

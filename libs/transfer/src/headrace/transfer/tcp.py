@@ -33,6 +33,7 @@ HEADER_LIMIT = 1 << 16  # bytes
 RANGES = 1024  # ranges per frame, so that its header stays far below HEADER_LIMIT
 PENDING_READS = 64  # per connection, before the server stops listening to it
 REMEMBERED = 1024  # refused generations per connection
+SMALL = 16 << 10  # payload bytes that are copied rather than waited for
 STALL = 30.0  # seconds that the server waits for a reader who does not read
 CANCEL_GRACE = 0.25  # seconds for the frame in flight when a write is cancelled; then the connection goes
 
@@ -64,6 +65,16 @@ class Flush(Frame):
     generation: int  # whose refusals to report
 
 
+class Word(Frame):
+    """Place the 8-byte word, if nothing of `generation` was refused before on this connection. Answered by Ack."""
+
+    id: int
+    generation: int
+    region: str
+    offset: int
+    value: int
+
+
 class Read(Frame):
     id: int
     generation: int
@@ -72,7 +83,7 @@ class Read(Frame):
 
 
 class Ack(Frame):
-    """Answer to Flush, or to a Read that is refused. `code`: "" | refused | range"""
+    """Answer to Flush and Word, or to a Read that is refused. `code`: "" | refused"""
 
     id: int
     code: str = ""
@@ -94,7 +105,7 @@ class Refusal(Frame):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Hello | Welcome | Write | Flush | Read | Ack | Data | Refusal).decode
+_decode = msgspec.msgpack.Decoder(Hello | Welcome | Write | Flush | Word | Read | Ack | Data | Refusal).decode
 
 
 def pack(frame: Frame) -> bytes:
@@ -291,8 +302,13 @@ class Owned(Connection):
             case Write():
                 return self._write(frame)
             case Flush(id, generation):
-                message = self._refused.get(generation, "")
-                self._answer(Ack(id, "refused" if message else "", message))
+                self._acknowledge(id, generation)
+            case Word(id, generation, region, offset, value):
+                if not self.server.memory.allows(generation, region, offset, 8):
+                    self._refuse(generation, f"may not write {(offset, 8)} of {region!r}")
+                if generation not in self._refused:
+                    self.server.memory.view(region)[offset : offset + 8] = value.to_bytes(8, "little")
+                self._acknowledge(id, generation)
             case Read():
                 self._read(frame)
             case _:
@@ -330,6 +346,10 @@ class Owned(Connection):
                 self._refused.popitem(last=False)
             self.server.refused += 1
             self._answer(Refusal(generation, message))
+
+    def _acknowledge(self, id: int, generation: int) -> None:
+        message = self._refused.get(generation, "")
+        self._answer(Ack(id, "refused" if message else "", message))
 
     def _answer(self, frame: Frame) -> None:
         self.send(pack(frame))
@@ -425,10 +445,12 @@ class TcpPeer(Connection):
         self._check(generation)
 
     async def commit(self, region: str, offset: int, value: int, generation: int, deadline: float) -> None:
-        """Flush, then write the 8-byte word `value`, then know that it is there."""
-        await self.flush(deadline, generation)
-        await self.write(region, [(offset, value.to_bytes(8, "little"))], generation, deadline)
-        await self.flush(deadline, generation)
+        """Write the 8-byte word `value` after everything written before is placed, and know that it is there."""
+        if offset % 8:
+            raise BadRange(f"a commit word is 8-byte aligned; got offset {offset}")
+        self._check(generation)
+        await self._ask(lambda id: Word(id, generation, region, offset, value), deadline, f"commit at {self.instance}")
+        self._check(generation)
 
     async def read(self, region: str, ranges, generation: int = 0, deadline: float = 0.0, into=None) -> list[memoryview]:
         """Bytes of [(offset, nbytes)], in new buffers or in `into` (one writable buffer per range)."""
@@ -521,6 +543,10 @@ class TcpPeer(Connection):
 
     async def _send_frame(self, header: bytes, parts: list[memoryview], deadline: float) -> None:
         """One whole frame, or the connection goes: half a frame would make nonsense of all that follows."""
+        if sum(map(len, parts)) <= SMALL and self.transport.get_write_buffer_size() <= HEADER_LIMIT:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"the deadline for {self.instance} has passed")
+            return self.send(b"".join((header, *parts)))  # a copy: the caller's buffers are free, nobody has to wait
         sending = asyncio.ensure_future(self._send_parts(header, parts))
         try:
             async with asyncio.timeout(_left(deadline)):
