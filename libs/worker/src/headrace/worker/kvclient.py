@@ -41,7 +41,7 @@ class Limits:
     batch: int = 64  # objects per grant
     batch_bytes: int = 32 << 20
     write: float = 10.0  # a grant's whole life
-    snapshot_keys: int = 4096  # boundaries asked for, deepest first
+    snapshot_keys: int = 4096  # boundaries asked for, the deepest; 0: no snapshots are wanted
 
 
 @dataclass(slots=True)
@@ -58,6 +58,7 @@ class _Item:
     key: bytes
     parent: bytes
     namespace: bytes
+    request: str  # the server's id, for the trace
     block: int = -1
     state: bytes | None = None
 
@@ -118,6 +119,11 @@ class KvStoreClient:
         """Objects that are still to be written through."""
         return len(self._queue) + (not self._idle.is_set())
 
+    def wanted(self, hashes: Sequence[bytes], have: int) -> bool:
+        """Whether asking the store may help a prompt whose first `have` usable blocks are resident."""
+        missing = have < len(hashes) or (self.limits.snapshot_keys and not self._engine.has_snapshot(hashes[-1]))
+        return bool(missing) and self.available
+
     @property
     def available(self) -> bool:
         return time.monotonic() >= self._paused_until and self._find() is not None
@@ -160,13 +166,12 @@ class KvStoreClient:
         self.counters["lookups"] += 1
         handle, out = "", Fetched()
         try:
-            lookup = m.KvLookup(
-                self._instance, namespace, b"".join(hashes[have:]), b"".join(hashes[-self.limits.snapshot_keys :])
-            )
+            keys = b"".join(hashes[have:])
+            states = b"".join(hashes[-self.limits.snapshot_keys :]) if self.limits.snapshot_keys else b""
+            lookup = m.KvLookup(self._instance, namespace, keys, states, request=request)
             found = await self._bus.request("kvstore", store.instance, "lookup", lookup, timeout=self.limits.wait)
             if not isinstance(found, m.KvFound):
                 return out
-            self._note(request, "kvstore.lookup", started, blocks=len(found.blocks))
             if not found.handle:
                 return out
             handle = found.handle
@@ -174,7 +179,7 @@ class KvStoreClient:
             handle = ""  # released inside
             if out.blocks or out.snapshots:
                 self.counters["hits"] += 1
-                self._note(request, "kvstore.read", started, blocks=len(out.blocks), bytes=out.nbytes, snapshots=out.snapshots)
+                self._note(request, "prefill.fetched", started, blocks=len(out.blocks), bytes=out.nbytes, snapshots=out.snapshots)
             return out
         except (BusError, TransferError, OSError, TimeoutError) as error:
             self._failed("fetch_failures", error)
@@ -236,12 +241,12 @@ class KvStoreClient:
 
     # ------------------------------------------------------------ writing through
 
-    def fill(self, event: api.BlocksFilled, namespace: bytes) -> None:
+    def fill(self, event: api.BlocksFilled, namespace: bytes, request: str) -> None:
         for key, block, parent in event.blocks:
-            self._enqueue(_Item(key, parent, namespace, block=block))
+            self._enqueue(_Item(key, parent, namespace, request, block=block))
 
-    def snapshot(self, event: api.SnapshotTaken, namespace: bytes) -> None:
-        self._enqueue(_Item(event.key, ROOT, namespace, state=event.state))
+    def snapshot(self, event: api.SnapshotTaken, namespace: bytes, request: str) -> None:
+        self._enqueue(_Item(event.key, ROOT, namespace, request, state=event.state))
 
     def _enqueue(self, item: _Item) -> None:
         if self._find() is None:
@@ -272,6 +277,10 @@ class KvStoreClient:
             except (BusError, TransferError, OSError, TimeoutError) as error:
                 self.counters["write_failures"] += len(batch)
                 self._failed("write_failures", error)
+            except Exception:  # a bug must not end write-through for good
+                self.counters["write_failures"] += len(batch)
+                self._paused_until = time.monotonic() + self.limits.pause
+                log.exception("write-through failed", objects=len(batch))
             finally:
                 pinned, self._writing = self._writing, []
                 self._pool.release(pinned)
@@ -308,11 +317,13 @@ class KvStoreClient:
             kind="block" if batch[0].state is None else "state",
             ttl=self.limits.write,
             parents=b"".join(i.parent for i in batch),
+            requests=list(dict.fromkeys(i.request for i in batch)),
         )
         answer = await self._bus.request("kvstore", store.instance, "reserve", reserve, timeout=1.0)
         if not isinstance(answer, m.KvReserved):
             self.counters["write_failures"] += len(batch)
             self._paused_until = time.monotonic() + max(self.limits.pause, getattr(answer, "retry_after", 0.0))
+            log.warning("kvstore takes nothing now", why=getattr(answer, "message", repr(answer)), objects=len(batch))
             return
         wanted = [(offset, d) for offset, d in zip(answer.offsets, data, strict=True) if offset >= 0]
         self.counters["already_stored"] += len(batch) - len(wanted)

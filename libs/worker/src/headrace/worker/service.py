@@ -78,7 +78,7 @@ class WorkerService(Service):
         self.links = Links(self.memory.incarnation, settings.transports, settings.shm_dir)
         self.store = KvStoreClient(
             self.bus, self.instance, self.links, self.kv, self.engine, self._find_store,
-            Limits(wait=settings.kvstore_wait), self.trace,
+            Limits(wait=settings.kvstore_wait, snapshot_keys=4096 if settings.snapshot_bytes else 0), self.trace,
         )  # fmt: skip
         self.prepare()
         self.address = self.memory.address()

@@ -41,6 +41,7 @@ class Process:
     popen: subprocess.Popen
     path: Path
     name: str
+    peers: Peers  # of the test's gateway
 
     @property
     def log(self) -> str:
@@ -50,9 +51,12 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             self.popen.send_signal(number)
 
-    def kill(self) -> None:
+    def kill(self, notice: bool = True) -> None:
+        """SIGKILL. With `notice` the gateway knows at once and sends nothing there any more."""
         self.signal(signal.SIGKILL)
         self.popen.wait(10)
+        for presence in [p for p in self.peers.by_role(self.role, None) if p.name == self.name and notice]:
+            self.peers.forget(presence.instance)
 
     def terminate(self, timeout: float = 20.0) -> int:
         self.signal(signal.SIGTERM)
@@ -111,7 +115,7 @@ class Cluster:
             popen = subprocess.Popen(
                 [*command, "--log-format", "json", *flags], stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
             )
-        process = Process(role, popen, path, name)
+        process = Process(role, popen, path, name, self.gateway.peers)
         self.processes.append(process)
         deadline = time.monotonic() + timeout
         while ready and self.find(process) is None:

@@ -331,11 +331,11 @@ class DecodeService(WorkerService):
             elif kind is api.BlocksFilled:
                 request = self.requests.get(event.request) or self.finished.get(event.request)
                 if request is not None and event.blocks[0][0] not in request.hashes:  # the prompt's own are prefill's to store
-                    self.store.fill(event, request.admit.namespace)
+                    self.store.fill(event, request.admit.namespace, request.admit.request)
             elif kind is api.SnapshotTaken:
                 request = self.requests.get(event.request) or self.finished.get(event.request)
                 if request is not None:
-                    self.store.snapshot(event, request.admit.namespace)
+                    self.store.snapshot(event, request.admit.namespace, request.admit.request)
         self.outbox.flush()
 
     def _tokens(self, request: Request, event: api.Tokens) -> None:

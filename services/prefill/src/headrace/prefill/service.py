@@ -138,7 +138,7 @@ class PrefillService(WorkerService):
             return
         job.pins = self.engine.pool.match(usable)
         own = len(job.pins)
-        if own < len(usable) and self.store.available:
+        if self.store.wanted(usable, own):
             started = time.monotonic()
             fetched = await self.store.fetch(job.run.request, job.run.namespace, usable, own)
             job.pins += fetched.blocks
@@ -444,9 +444,9 @@ class PrefillService(WorkerService):
                 )  # fmt: skip
                 job.wake()
             elif kind is api.BlocksFilled:
-                self.store.fill(event, job.run.namespace)
+                self.store.fill(event, job.run.namespace, job.run.request)
             elif kind is api.SnapshotTaken:
-                self.store.snapshot(event, job.run.namespace)
+                self.store.snapshot(event, job.run.namespace, job.run.request)
             elif kind is api.Failed:
                 self._stop_job(job, Abort(event.code, event.message, 500))
         if self._unbound:
