@@ -26,8 +26,8 @@ FLAT = dict(
     index_source_layers=TEXT["index_source_layer_ids"], index_n_heads=32, index_head_dim=128, index_topk=512,
     candidate_source_layer=20, candidate_topk_blocks=2048, candidate_block_size=8, original_seq_len=65536, rope_factor=16,
     engram_layer_ids=[1, 14], engram_num_embeddings=[384006168, 384016682], engram_pad_id=2,
-    dspark_target_layer_ids=[37, 38, 39], dspark_n_activated_experts=3, vision_n_layers=32, vision_dim=1024, vision_n_heads=16, vision_inter_dim=2816,
-    dtype="fp8", expert_dtype="fp4",
+    dspark_target_layer_ids=[37, 38, 39], dspark_n_activated_experts=3, vision_n_layers=32, vision_dim=1024,
+    vision_n_heads=16, vision_inter_dim=2816, dtype="fp8", expert_dtype="fp4",
 )  # fmt: skip
 
 

@@ -268,6 +268,17 @@ def test_bounded_rejects_outputs_that_the_decoder_skips(bounded):
         )
 
 
+def test_a_batch_that_contradicts_itself_is_refused(model):
+    memory = Memory(model)
+    for segment, message in (
+        (Segment(9, 0, [5], [], [0]), "state slot 9 is not one of 6"),
+        (Segment(0, 4, [], [], [0]), "without rows at position 4"),
+        (Segment(0, 0, [5], [], [0], outputs=[1]), r"output 1 is not a row \[0, 1\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.forward([segment], memory.kv, memory.states)
+
+
 def test_a_body_chunk_of_a_bounded_prompt_runs_no_decoder_layer(bounded):
     memory = Memory(bounded)
     hidden = bounded.forward([Segment(0, 0, tokens(1, 60), [], [0], decoder_floor=100)], memory.kv, memory.states)

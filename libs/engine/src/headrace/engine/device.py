@@ -8,6 +8,8 @@ and otherwise multiplies 16 rows at a time.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch.nn import functional as F
 
@@ -36,6 +38,7 @@ def row_rule(model: torch.nn.Module, batch_invariant: bool) -> tuple[int, int]:
     )
 
 
+@lru_cache
 def rows_are_independent(out_features: int, in_features: int) -> bool:
     """Whether [rows, in] x [in, out] gives each row the same bits for every multiple of 16 rows and every place among
     them."""

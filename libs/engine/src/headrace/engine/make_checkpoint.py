@@ -44,15 +44,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "w16": {
         "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 8, "num_attention_heads": 4,
         "head_dim": 32, "qk_rope_head_dim": 16, "q_lora_rank": 32, "o_lora_rank": 16, "o_groups": 2,
-        "n_routed_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16, "compress_ratios": [0, 2, 2, 2, 1, 1, 1, 1],
-        "kv_source_layer_ids": [1, 4], "index_source_layer_ids": [1, 3, 4, 6], "index_n_heads": 16,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16,
+        "compress_ratios": [0, 2, 2, 2, 1, 1, 1, 1], "kv_source_layer_ids": [1, 4], "index_source_layer_ids": [1, 3, 4, 6], "index_n_heads": 16,
         "index_head_dim": 32, "index_topk": 16, "candidate_source_layer_id": 4, "candidate_topk_blocks": 8,
-        "candidate_block_size": 4, "engram_layer_ids": [1, 3], "engram_vocab_size": 400, "engram_n_heads": 2, "engram_head_dim": 32,
+        "candidate_block_size": 4, "engram_layer_ids": [1, 3], "engram_vocab_size": 400, "engram_n_heads": 2,
+        "engram_head_dim": 32,
     },
     "nano": {
         "hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
-        "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 64, "o_lora_rank": 32, "o_groups": 2, "n_routed_experts": 8,
-        "num_experts_per_tok": 2, "sliding_window": 64, "compress_ratios": [0, 2, 2, 1, 1, 1],
+        "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 64, "o_lora_rank": 32, "o_groups": 2,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "sliding_window": 64, "compress_ratios": [0, 2, 2, 1, 1, 1],
         "kv_source_layer_ids": [1, 3], "index_source_layer_ids": [1, 3, 5], "index_n_heads": 16, "index_head_dim": 64,
         "index_topk": 64, "candidate_source_layer_id": 3, "candidate_topk_blocks": 32, "candidate_block_size": 8,
         "engram_layer_ids": [1], "engram_vocab_size": 2000, "engram_n_heads": 4, "engram_head_dim": 32,
@@ -60,8 +61,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4,
         "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 128, "o_lora_rank": 64, "o_groups": 2,
-        "n_routed_experts": 16, "num_experts_per_tok": 2, "sliding_window": 128, "compress_ratios": [0, 0, 2, 2, 1, 1, 1, 1],
-        "kv_source_layer_ids": [2, 4], "index_source_layer_ids": [2, 4, 6], "index_n_heads": 16, "index_head_dim": 64,
+        "n_routed_experts": 16, "num_experts_per_tok": 2, "sliding_window": 128,
+        "compress_ratios": [0, 0, 2, 2, 1, 1, 1, 1], "kv_source_layer_ids": [2, 4], "index_source_layer_ids": [2, 4, 6], "index_n_heads": 16, "index_head_dim": 64,
         "index_topk": 128, "candidate_source_layer_id": 4, "candidate_topk_blocks": 64, "candidate_block_size": 8,
         "engram_layer_ids": [1, 3], "engram_vocab_size": 8000, "engram_n_heads": 4, "engram_head_dim": 64,
     },
@@ -208,6 +209,7 @@ def save_sharded(tensors: dict[str, torch.Tensor], out: Path) -> None:
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, out / file, metadata={"format": "pt"})
+        (out / file).chmod(0o644)  # services may run as other users
         weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     (out / INDEX).write_text(

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...config import ModelConfig
 from .cache import Codecs, Entries, V41StatePool
-from .layers import Linear, RMSNorm, linear, rotate
+from .layers import Linear, RMSNorm, RopeTable, linear, rotate
 from .rows import Group, Rows
 
 SCORE_ELEMENTS = 1 << 22  # query rows are scored in tiles of about this many (row, head, key) products
@@ -100,8 +100,10 @@ class Pass:
         states: V41StatePool,
         kinds: Codecs,
         fixed_width: bool,
+        row_multiple: int,
     ) -> None:
         self.config, self.paged, self.states, self.codecs = config, paged, states, kinds
+        self.row_multiple = row_multiple
         self.fixed_width = fixed_width  # always index_topk selected columns, whatever is visible
         self.enter(rows)
 
@@ -312,21 +314,16 @@ class Attention(nn.Module):
 
     def _attend(self, q: torch.Tensor, windows: list[torch.Tensor], shared: Pass) -> torch.Tensor:
         """[padded, H, D] -> the same; padding rows give zeros."""
-        output = torch.zeros_like(q)
         selected, bias = shared.selected(self.layer) if self.ratio else (None, None)
         scale = self.config.head_dim**-0.5
+        parts = []
         for group, window in zip(shared.rows.groups, windows, strict=True):
             part = slice(group.begin, group.end)
-            output[part] = attend(
-                q[part],
-                window,
-                shared.rows.window_bias[part],
-                self.attn_sink,
-                scale,
-                None if selected is None else selected[part],
-                None if bias is None else bias[part],
-            )
-        return output
+            more = () if selected is None else (selected[part], bias[part])
+            parts.append(attend(q[part], window, shared.rows.window_bias[part], self.attn_sink, scale, *more))
+        if shared.rows.padded > shared.rows.count:
+            parts.append(torch.zeros_like(q[shared.rows.count :]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _project(self, attended: torch.Tensor) -> torch.Tensor:
         """Low-rank output: per group of heads, then all groups. [T, H, D] -> [T, d]."""
@@ -339,27 +336,26 @@ class Attention(nn.Module):
             low = torch.bmm(grouped, weight)
         return self.wo_b(low.transpose(0, 1).flatten(1))
 
-    def write_sources(self, u: torch.Tensor, table: object, shared: Pass, row_multiple: int) -> None:
+    def write_sources(self, u: torch.Tensor, table: RopeTable, shared: Pass) -> None:
         """Compress rows u [padded, d] and write the finished entries and their index keys; keep an unfinished pair."""
         rows = shared.rows
         done, block, place = rows.entries(self.ratio)
-        latent = self._latents(u, done, shared, row_multiple)
-        if not done.numel():
+        count = done.numel()
+        done = nn.functional.pad(done, (0, -count % shared.row_multiple))
+        latent = self._latents(u, done, shared)
+        if not count:
             return
-        positions = (
-            rows.positions[done] // self.ratio * self.ratio
-        )  # an entry is rotated as the first token of its group
-        phases = table(nn.functional.pad(positions, (0, latent.shape[0] - done.numel())), rows.limit)
+        phases = table(rows.positions[done] // self.ratio * self.ratio, rows.limit)  # at the entry's first token
         key = rotate(self.indexer.k_norm(self.indexer.wk(latent)), phases)
         main = rotate(latent, phases)
-        shared.paged[f"main.{self.layer}"].write(block, place, main[: done.numel()])
-        shared.paged[f"index.{self.layer}"].write(block, place, key[: done.numel()])
+        shared.paged[f"main.{self.layer}"].write(block, place, main[:count])
+        shared.paged[f"index.{self.layer}"].write(block, place, key[:count])
 
-    def _latents(self, u: torch.Tensor, done: torch.Tensor, shared: Pass, row_multiple: int) -> torch.Tensor:
-        """Normed latents of the entries that rows `done` [E] complete, padded to [E', D]."""
-        rows, padded = shared.rows, nn.functional.pad(done, (0, -done.numel() % row_multiple))
+    def _latents(self, u: torch.Tensor, done: torch.Tensor, shared: Pass) -> torch.Tensor:
+        """Normed latents of the entries that rows `done` [E] complete: [E, D]."""
+        rows = shared.rows
         if self.ratio == 1:
-            return self.compressor.norm(self.compressor.wkv(u).index_select(0, padded))
+            return self.compressor.norm(self.compressor.wkv(u).index_select(0, done))
         projected = self.compressor.project(u)[: rows.count]  # [count, 2, D]
         states = shared.states
         pending = states.pending[states.pending_index[self.layer]]  # [slots, ring, 2, D]
@@ -368,7 +364,7 @@ class Attention(nn.Module):
         previous = torch.where(
             rows.in_piece == 0, rows.count + rows.piece_of, torch.arange(rows.count, device=u.device) - 1
         )
-        latent = Compressor.pool(torch.stack([pool[previous[padded]], pool[padded]], dim=1))
+        latent = Compressor.pool(torch.stack([pool[previous[done]], pool[done]], dim=1))
         tail = (rows.from_end <= states.pending_ring).nonzero().squeeze(1)
         pending[rows.slots[rows.piece_of[tail]], rows.positions[tail] % states.pending_ring] = projected[tail]
         return self.compressor.norm(latent.to(u.dtype))

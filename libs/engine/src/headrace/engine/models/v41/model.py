@@ -123,8 +123,9 @@ class V41Model(nn.Module):
     def forward(self, segments: Sequence[Segment], kv: KVPool, states: V41StatePool) -> torch.Tensor:
         """See `headrace.engine.batch.Model.forward`: final-norm hidden rows named by `outputs`, [R, hidden_size]."""
         c = self.config
+        _check(segments, states)
         rows = self._rows([self._encoder_piece(i, s, states) for i, s in enumerate(segments)], segments, states)
-        shared = Pass(c, rows, self._paged(kv), states, self.codecs, fixed_width=self.batch_invariant)
+        shared = Pass(c, rows, self._paged(kv), states, self.codecs, self.batch_invariant, self.row_multiple)
         ids = torch.tensor(
             [t for piece in rows.pieces for t in segments[piece.index].ids], dtype=torch.int64, device=self.device
         )
@@ -141,7 +142,7 @@ class V41Model(nn.Module):
                 streams = layer.engram(streams, self.ngrams.rows(layer.index, hashed))
             u = layer.attention_input(streams, pre)
             if layer.attn.owns_kv:
-                layer.attn.write_sources(u, self.ropes[True], shared, self.row_multiple)
+                layer.attn.write_sources(u, self.ropes[True], shared)
             if layer.index == c.cut_layer:
                 kept = self._decoder_rows(rows, segments, states)
                 if kept is None:
@@ -198,11 +199,6 @@ class V41Model(nn.Module):
         for piece in rows.pieces:
             segment = segments[piece.index]
             start = min(max(piece.start, segment.decoder_floor), piece.stop)
-            for position in segment.outputs:
-                if not start <= position < piece.stop:
-                    raise ValueError(
-                        f"output {position} is not a row [{start}, {piece.stop}) that decoder layers run on"
-                    )
             if start < piece.stop:
                 first = states.advance(1, segment.slot, start, piece.stop)
                 floor = max(first, segment.window_floor, segment.decoder_floor)
@@ -225,3 +221,18 @@ class V41Model(nn.Module):
         wanted = [row_of[i] + position for i, segment in enumerate(segments) for position in segment.outputs]
         index = torch.tensor(wanted + [0] * (-len(wanted) % self.row_multiple), dtype=torch.int64, device=self.device)
         return self.norm(hidden.index_select(0, index))[: len(wanted)]
+
+
+def _check(segments: Sequence[Segment], states: V41StatePool) -> None:
+    """Refuse a batch that contradicts itself before anything is written."""
+    for segment in segments:
+        if not 0 <= segment.slot < states.slots:
+            raise ValueError(f"state slot {segment.slot} is not one of {states.slots}")
+        if not segment.ids:
+            raise ValueError(f"slot {segment.slot} has a segment without rows at position {segment.start}")
+        lowest = max(segment.start, segment.decoder_floor)
+        for position in segment.outputs:
+            if not lowest <= position < segment.stop:
+                raise ValueError(
+                    f"output {position} is not a row [{lowest}, {segment.stop}) that decoder layers run on"
+                )
