@@ -344,3 +344,31 @@ def test_the_engine_works_in_memory_of_the_caller():
     core.submit(request("r", IDS[:40], max_tokens=1))
     drain(core)
     assert any(buffer)
+
+
+def test_blocks_are_reported_as_filled_once_and_by_who_filled_them():
+    prefill, decode = engine("prefill"), engine("decode", num_blocks=9, max_num_batched_tokens=64)
+    todo = [request(name, IDS[i : i + 24], max_tokens=30) for i, name in enumerate("ab")]
+    events = []
+    for r in todo:
+        prefill.submit(r)
+    done = [e for e in drain(prefill) if isinstance(e, api.PrefillDone)]
+    assert all(hand_over(prefill, decode, r, d) for r, d in zip(todo, done, strict=True))
+    events = drain(decode)
+    assert decode.stats()["preemptions"] > 0
+    filled = [digest for e in events if isinstance(e, api.BlocksFilled) for digest, _, _ in e.blocks]
+    assert len(filled) == len(set(filled)) > 0
+    hasher = decode.scheduler.hasher(b"")
+    assert not {digest for r in todo for digest in hasher.hashes(r.ids)} & set(filled)
+
+
+def test_admission_leaves_a_block_of_growth_to_each_running_sequence():
+    core = engine(num_blocks=10, max_num_seqs=4)
+    core.submit(request("first", IDS[:30], max_tokens=40))
+    core.step()  # 4 of 10 blocks
+    core.submit(request("large", IDS[40:88], max_tokens=2))  # 6 blocks: nothing would be left to grow into
+    core.step()
+    assert core.stats()["running"] == 1 and core.stats()["waiting"] == 1
+    assert core.reserve("other", [], 8) is None, "what came first goes first"
+    assert core.cancel("large") and core.reserve("other", [], 48) is None
+    assert core.reserve("other", [], 40) is not None

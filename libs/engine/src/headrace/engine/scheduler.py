@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable
+from dataclasses import replace
 from heapq import heappop, heappush
 
 from headrace.kv.hashing import ROOT, BlockHasher
@@ -97,8 +98,9 @@ class Scheduler:
         insort(self.waiting, sequence, key=_key)
 
     def admit(self, sequence: Sequence, slot: int, blocks: list[int], resident: int, handoff: api.Handoff) -> None:
-        """A handed-over prompt: its blocks are placed, `resident` of them had their identity before."""
+        """A handed-over prompt: its blocks are placed, `resident` of them had their identity before. None was filled here."""
         sequence.slot, sequence.block_table, sequence.announced = slot, blocks, resident
+        sequence.reported = sequence.prompt_len // self.spec.block_tokens
         # Not prompt_len: an entry of several tokens may begin before it and be completed by the first row after it.
         sequence.computed, sequence.write_floor = sequence.prompt_len, resident * self.spec.block_tokens
         sequence.decoder_floor, sequence.hidden = handoff.decoder_floor, bytes(handoff.hidden)
@@ -273,7 +275,7 @@ class Scheduler:
         if blocks is None:
             self.pool.release(resident)
             return False
-        sequence.block_table, sequence.announced = resident + blocks, len(resident)
+        sequence.block_table, sequence.announced, sequence.reported = resident + blocks, len(resident), len(resident)
         sequence.computed, sequence.write_floor = start, len(resident) * block
         sequence.replay_rows = sequence.write_floor - start
         sequence.window_floor = 0 if snapshot else start
@@ -450,11 +452,9 @@ class Scheduler:
     def _fork(self, first: Sequence, image: Image) -> None:
         """The other choices begin as images of the first, with the hidden vector that their first token is sampled from."""
         for choice in range(1, first.request.sampling.n):
-            sibling = Sequence(
-                first.request, first.ids[: first.prompt_len], first.hashes[: first.announced], first.arrival, choice,
-                prompt_len=first.prompt_len, max_len=first.max_len, computed=first.prompt_len, announced=first.announced,
-                write_floor=first.write_floor, window_floor=first.window_floor, decoder_floor=first.decoder_floor,
-                hidden=first.hidden, image=image,
+            sibling = replace(
+                first, choice=choice, image=image, state=None, status=Status.WAITING, slot=-1, block_table=[],
+                ids=first.ids[: first.prompt_len], hashes=first.hashes[: first.announced],
             )  # fmt: skip
             self.live[first.name].append(sibling)
             insort(self.waiting, sibling, key=_key)
@@ -490,8 +490,10 @@ class Scheduler:
                 ids = sequence.ids[index * block : (index + 1) * block]
                 sequence.hashes.append(self.hasher(sequence.request.namespace).next(parent, ids))
             self.pool.announce(sequence.block_table[index], sequence.hashes[index], parent)
-            filled.append((sequence.hashes[index], sequence.block_table[index], parent))
             sequence.announced = index + 1
+            if index >= sequence.reported:
+                filled.append((sequence.hashes[index], sequence.block_table[index], parent))
+                sequence.reported = index + 1
         if filled:
             self._events.append(api.BlocksFilled(sequence.name, filled))
 

@@ -52,6 +52,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     computed: int = 0
     announced: int = 0  # leading blocks that have their identity
+    reported: int = 0  # leading blocks that were resident, came from elsewhere, or were reported as filled
     write_floor: int = 0
     window_floor: int = 0
     decoder_floor: int = 0
