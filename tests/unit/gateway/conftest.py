@@ -5,4 +5,4 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # test modules here share gateway_cluster
 
-from gateway_cluster import bare, cluster, nats, tokenizer  # noqa: E402, F401
+from gateway_cluster import bare, cluster, nats, tokenizer  # noqa: F401

@@ -1,6 +1,7 @@
 """A gateway on a real nats-server, in front of workers that do as a test says.
 
-The workers speak the real bus protocol (commands, presence, output, death) and compute nothing; `tests/system` runs the real ones.
+The workers speak the real bus protocol (commands, presence, output, death) and compute nothing; `tests/system` runs the
+real ones.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import pytest
 
 from headrace.bus import Service, Settings, subjects
 from headrace.bus import messages as m
-from headrace.bus.testing import NatsServer, eventually
+from headrace.bus.testing import NatsServer
 from headrace.gateway.service import Gateway
 from headrace.gateway.settings import GatewaySettings
 from headrace.recipe import Tokenizer, v41_tokenizer_json
@@ -139,7 +140,10 @@ class Decode(Worker):
             if index == self.hold_at:
                 await self.go.wait()
             if self.problem is not None and index >= 1:
-                self.publish(admit.gateway, [m.OutEntry(admit.request, admit.attempt, 0, index, b"", finish="abort", problem=self.problem)])
+                self.publish(
+                    admit.gateway,
+                    [m.OutEntry(admit.request, admit.attempt, 0, index, b"", finish="abort", problem=self.problem)],
+                )
                 return
             last = index == len(script) - 1 and self.finish_last
             finish = ("length" if len(script) == limit else "stop") if last else ""
@@ -148,7 +152,9 @@ class Decode(Worker):
                 outs[choice].append(token)
                 usage = m.Usage(admit.prompt_tokens, n * len(script), 3) if last and choice == n - 1 else None
                 logprobs = [m.TokenLogprob(token, -0.5, [(token, -0.5), (5, -2.0)])] if admit.sampling.logprobs >= 0 else None
-                entries.append(m.OutEntry(admit.request, admit.attempt, choice, index, m.pack_ids([token]), logprobs, finish, usage))
+                entries.append(
+                    m.OutEntry(admit.request, admit.attempt, choice, index, m.pack_ids([token]), logprobs, finish, usage)
+                )
             self.publish(admit.gateway, entries)
             await asyncio.sleep(self.delay)
 
@@ -257,7 +263,12 @@ def text_of(chunks) -> str:
 
 
 def chat(**more):
-    return {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "thinking": {"type": "disabled"}, "max_tokens": 64} | more
+    return {
+        "model": "fake",
+        "messages": [{"role": "user", "content": "hi"}],
+        "thinking": {"type": "disabled"},
+        "max_tokens": 64,
+    } | more
 
 
 @pytest.fixture
@@ -280,5 +291,3 @@ async def bare(nats, tokenizer, monkeypatch):
     made = Cluster(nats, tokenizer.encode_plain(TEXT))
     yield made
     await made.stop()
-
-

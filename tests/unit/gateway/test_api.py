@@ -7,6 +7,8 @@ import openai
 import pytest
 from gateway_cluster import TEXT, chat, events, text_of
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
 
 def sdk(cluster, **more) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, **more)
@@ -15,7 +17,10 @@ def sdk(cluster, **more) -> openai.AsyncOpenAI:
 async def test_openai_sdk_unary(cluster):
     async with sdk(cluster) as client:
         reply = await client.chat.completions.create(
-            model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=64, extra_body={"thinking": {"type": "disabled"}}
+            model="fake",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=64,
+            extra_body={"thinking": {"type": "disabled"}},
         )
     assert reply.choices[0].message.content == TEXT
     assert reply.choices[0].finish_reason == "stop"
@@ -28,7 +33,8 @@ async def test_openai_sdk_streams_with_usage_in_a_last_chunk_without_choices(clu
     async with sdk(cluster) as client:
         stream = await client.chat.completions.create(
             model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=4, stream=True,
-            stream_options={"include_usage": True}, logprobs=True, top_logprobs=2, extra_body={"thinking": {"type": "disabled"}},
+            stream_options={"include_usage": True}, logprobs=True, top_logprobs=2,
+            extra_body={"thinking": {"type": "disabled"}},
         )  # fmt: skip
         chunks = [chunk async for chunk in stream]
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 4
@@ -48,7 +54,9 @@ async def test_openai_sdk_completions(cluster):
 
 async def test_several_choices_stream(cluster):
     chunks = await cluster.stream(chat(n=3, max_tokens=2, stream_options={"include_usage": True}))
-    finishes = [(c["choices"][0]["index"], c["choices"][0]["finish_reason"]) for c in chunks[:-2] if c["choices"][0]["finish_reason"]]
+    finishes = [
+        (c["choices"][0]["index"], c["choices"][0]["finish_reason"]) for c in chunks[:-2] if c["choices"][0]["finish_reason"]
+    ]
     assert sorted(finishes) == [(0, "length"), (1, "length"), (2, "length")]
     assert chunks[-1] == "data: [DONE]" or chunks[-1] == "[DONE]"
     assert chunks[-2]["choices"] == [] and chunks[-2]["usage"]["completion_tokens"] == 6
@@ -90,8 +98,7 @@ async def test_text_stop_in_a_stream(cluster):
         (chat(messages=[{"role": "user", "content": "word " * 5000}]), 400, "4096"),
         (chat(messages=[{"role": "alien", "content": "x"}]), 400, "alien"),
         (chat(n=0), 400, "n"),
-        (chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]),
-         400, "vision"),
+        (chat(messages=[{"role": "user", "content": [IMAGE]}]), 400, "vision"),
     ],
 )  # fmt: skip
 async def test_bad_input_is_an_openai_error_object(cluster, body, status, words):
@@ -158,8 +165,23 @@ async def test_api_keys_and_tenants(bare, tmp_path):
 
 
 async def test_sampling_arrives_as_sent_and_a_seed_is_drawn(cluster):
-    body = chat(temperature=0.3, top_p=0.5, top_k=7, min_p=0.1, presence_penalty=0.2, frequency_penalty=0.4, repetition_penalty=1.1,
-                seed=5, max_tokens=9, min_tokens=2, stop_token_ids=[11], ignore_eos=True, logprobs=True, top_logprobs=3)  # fmt: skip
+    body = chat(
+        temperature=0.3,
+        top_p=0.5,
+        top_k=7,
+        min_p=0.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.4,
+        repetition_penalty=1.1,
+        seed=5,
+        max_tokens=9,
+        min_tokens=2,
+        stop_token_ids=[11],
+        ignore_eos=True,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    # fmt: skip
     await cluster.post(body)
     await cluster.post(chat())
     await cluster.post(chat())
@@ -227,7 +249,12 @@ async def test_http_1_0_gets_its_stream_without_chunks(cluster):
 
 
 async def test_anthropic_messages(cluster):
-    body = {"model": "fake", "max_tokens": 64, "messages": [{"role": "user", "content": "hi"}], "thinking": {"type": "disabled"}}
+    body = {
+        "model": "fake",
+        "max_tokens": 64,
+        "messages": [{"role": "user", "content": "hi"}],
+        "thinking": {"type": "disabled"},
+    }
     status, _, reply = await cluster.post(body, "/v1/messages")
     assert status == 200 and reply["content"][-1]["text"] == TEXT and reply["usage"]["output_tokens"] == len(cluster.script)
     status, _, reply = await cluster.post(body | {"model": "no"}, "/v1/messages")

@@ -1,4 +1,5 @@
-"""Faults between the gateway and its workers: refusals, deaths, lost messages, silence, a bus that goes away, clients that leave."""
+"""Faults between the gateway and its workers: refusals, deaths, lost messages, silence, a bus that goes away, clients
+that leave."""
 
 import asyncio
 import json
@@ -174,14 +175,15 @@ async def test_a_workers_problem_reaches_the_client_and_the_other_leg(cluster):
     await quiet(cluster)
 
 
+def start_process(role, *flags) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-m", f"headrace.{role}", *flags])
+
+
 async def test_killed_process_in_mid_stream(nats, bare):
     """The same with a real worker process and SIGKILL."""
     await bare.start_gateway()
     command = ["--nats-url", nats.url, "--engine", "sim", "--log-level", "error", "--kvstore"]
-    workers = [
-        subprocess.Popen([sys.executable, "-m", "headrace.decode", *command, "--sim-step-seconds", "0.03"]),
-        subprocess.Popen([sys.executable, "-m", "headrace.prefill", *command]),
-    ]
+    workers = [start_process("decode", *command, "--sim-step-seconds", "0.03"), start_process("prefill", *command)]
     try:
         await bare.gateway.peers.wait_for("prefill", timeout=30)
         await bare.gateway.peers.wait_for("decode", timeout=30)

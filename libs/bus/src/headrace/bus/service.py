@@ -215,9 +215,8 @@ class Service:
         try:
             await site.start()
         except OSError as error:
-            raise StartError(
-                f"can't listen on {host}:{port} ({error.strerror or error}); choose another {flag} (0 takes a free one) or --host"
-            ) from error
+            what = f"can't listen on {host}:{port} ({error.strerror or error})"
+            raise StartError(f"{what}; choose another {flag} (0 takes a free one) or --host") from error
         self.http_url = f"http://{host}:{self._http.addresses[0][1]}"
         self.log.info("listening", url=self.http_url)
 
@@ -386,5 +385,3 @@ def _settle_memory() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
-
-

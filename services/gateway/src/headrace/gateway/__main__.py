@@ -37,8 +37,8 @@ def _parent(settings: GatewaySettings, argv: list[str]) -> int:
         try:
             holder.bind((settings.host, settings.port))
         except OSError as error:
-            print(f"headrace gateway: can't listen on {settings.host}:{settings.port} ({error.strerror}); choose another --port",
-                  file=sys.stderr)  # fmt: skip
+            where = f"{settings.host}:{settings.port}"
+            print(f"headrace gateway: can't listen on {where} ({error.strerror}); choose another --port", file=sys.stderr)
             return 1
         port = holder.getsockname()[1]
         command = [sys.executable, "-m", "headrace.gateway", *argv, "--workers", "1", "--share-port", "--port", str(port)]

@@ -1,8 +1,8 @@
 """The HTTP API: routes, bodies, limits, and the way of a request from bytes to the dispatcher.
 
-Reads top-down as a request lives: `generate` authenticates, parses and renders (`headrace.recipe`), makes a record and hands it to
-the dispatcher with a reply that writes to the connection. What clients may send and what they see is recipe's knowledge; where it
-runs is the dispatcher's.
+Reads top-down as a request lives: `generate` authenticates, parses and renders (`headrace.recipe`), makes a record and
+hands it to the dispatcher with a reply that writes to the connection. What clients may send and what they see is
+recipe's knowledge; where it runs is the dispatcher's.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import random
 import re
 import time
 from array import array
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import structlog
 from aiohttp import web
 
@@ -31,7 +31,7 @@ from .auth import Auth
 from .dispatch import Record
 from .endpoints import CHAT, ENDPOINTS, LONG_TEXT, MESSAGES, Context, Endpoint
 from .exchange import Exchange, Turn, Written
-from .reply import Reply
+from .reply import Part, Reply
 from .routing import Group
 
 if TYPE_CHECKING:
@@ -41,6 +41,18 @@ HASHERS = 1024  # block hashers kept, one per layout and namespace
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 log = structlog.get_logger("headrace.gateway")
+
+
+@dataclass(slots=True)
+class Call:
+    """One generation request while it is handled."""
+
+    endpoint: Endpoint
+    exchange: Exchange
+    received: float  # monotonic seconds
+    traceparent: str
+    reply: Reply | None = None
+    status: int = 200
 
 
 class Api:
@@ -83,37 +95,32 @@ class Api:
 
     async def generate(self, request: web.Request, endpoint: Endpoint) -> Written:
         """One generation request, from headers to the last byte."""
-        received = time.monotonic()
-        exchange = self._exchange(request)
-        reply: Reply | None = None
+        call = Call(endpoint, self._exchange(request), time.monotonic(), request.headers.get("traceparent", ""))
+        exchange, dispatcher = call.exchange, self._gateway.dispatcher
         try:
-            reply, records = await self._prepare(request, endpoint, exchange, received)
+            records = await self._prepare(request, call)
             if len(records) == 1:
-                await self._gateway.dispatcher.run(records[0])
+                await dispatcher.run(records[0])
             else:
-                await asyncio.gather(*map(self._gateway.dispatcher.run, records))
+                await asyncio.gather(*map(dispatcher.run, records))
         except RecipeError as error:
+            call.status = error.status
             exchange.fail(error, endpoint.protocol, self._settings.dialect)
-            self._count(endpoint, error.status, exchange, received, None)
-        except Exception as error:  # a defect of ours: the client is told, and the log has the details
+        except Exception:  # a defect of ours: the client is told, and the log has the details
             log.exception("request failed", request_id=exchange.request_id)
-            if not exchange.opened:
-                exchange.fail(errors.internal(), endpoint.protocol, self._settings.dialect)
-            else:
+            call.status = 500
+            if exchange.opened:
                 exchange.abort()
-            self._count(endpoint, 500, exchange, received, error)
-        else:
-            status = reply.failed.status if reply.failed else 200
-            self._count(endpoint, status, exchange, received, reply)
+            else:
+                exchange.fail(errors.internal(), endpoint.protocol, self._settings.dialect)
         finally:
             exchange.settle()
+        self._count(call)
         return exchange.result()
 
-    async def _prepare(
-        self, request: web.Request, endpoint: Endpoint, exchange: Exchange, received: float
-    ) -> tuple[Reply, list[Record]]:  # fmt: skip
+    async def _prepare(self, request: web.Request, call: Call) -> list[Record]:
         """Everything before the first word to a worker. Raises RecipeError."""
-        gateway, models = self._gateway, self._gateway.models
+        gateway, models, endpoint, exchange = self._gateway, self._gateway.models, call.endpoint, call.exchange
         if gateway.state == "draining":
             raise errors.draining()
         tenant = self.auth.tenant(request.headers)
@@ -131,23 +138,12 @@ class Api:
         namespace = self.auth.namespace(tenant, parsed.extras.get("cache_salt"))
 
         trace, request_id = gateway.trace, exchange.request_id
-        shown = exchange.client_id.decode("utf-8", "replace")
-        trace.event(request_id, "gateway.received", client_id=shown, endpoint=endpoint.name, model=parsed.model)
+        trace.event(request_id, "gateway.received", client_id=exchange.shown_id, endpoint=endpoint.name, model=parsed.model)
         started = time.monotonic()
         prompts = await endpoint.encode(models.encoding, parsed, namespace)
-        tokens = sum(map(len, prompts))
-        trace.event(request_id, "gateway.rendered", (time.monotonic() - started) * 1e3, prompt_tokens=tokens)
-
-        limit, wire = models.limit(group), self._sampling(parsed)
-        streams = endpoint.streams(parsed, Context(models.tokenizer, request_id, int(time.time()), prompts, self._settings))
-        reply = Reply(exchange, streams, endpoint.protocol, self._settings.dialect, None if parsed.stream else endpoint.collect,
-                      len(prompts))  # fmt: skip
-        for stream, ids in zip(streams, (p for p in prompts for _ in range(parsed.sampling.n)), strict=True):
-            stream.usage = Usage(len(ids))  # protocols that open with usage show what is known by then
-        records = [
-            self._record(parsed, reply.part(number), group, ids, namespace, wire, limit, request_id, shown, received, request)
-            for number, ids in enumerate(prompts)
-        ]
+        trace.event(request_id, "gateway.rendered", (time.monotonic() - started) * 1e3, prompt_tokens=sum(map(len, prompts)))
+        call.reply = reply = self._reply(call, parsed, prompts)
+        records = [self._record(call, parsed, group, namespace, ids, reply.part(n)) for n, ids in enumerate(prompts)]
 
         def drop() -> None:
             for record in records:
@@ -156,22 +152,41 @@ class Api:
         reply.on_failure = drop  # of one prompt: the others are in vain
         if parsed.stream:
             exchange.streams(drop)
-        return reply, records
+        return records
 
-    def _record(self, parsed: ParsedRequest, sink: Any, group: Group, ids: array, namespace: bytes, wire: m.Sampling, limit: int,
-                request_id: str, client_id: str, received: float, request: web.Request) -> Record:  # fmt: skip
+    def _reply(self, call: Call, parsed: ParsedRequest, prompts: list[array]) -> Reply:
+        settings, endpoint, exchange = self._settings, call.endpoint, call.exchange
+        context = Context(self._gateway.models.tokenizer, exchange.request_id, int(time.time()), prompts, settings)
+        streams = endpoint.streams(parsed, context)
+        for number, stream in enumerate(streams):  # protocols that open with usage show what is known by then
+            stream.usage = Usage(len(prompts[number // parsed.sampling.n]))
+        collect = None if parsed.stream else endpoint.collect
+        return Reply(exchange, streams, endpoint.protocol, settings.dialect, collect, len(prompts))
+
+    def _record(
+        self, call: Call, parsed: ParsedRequest, group: Group, namespace: bytes, ids: array, sink: Part
+    ) -> Record:  # fmt: skip
+        """One prompt. Raises RecipeError: empty, too long (both numbers)."""
         if not ids:
             raise errors.empty_prompt()
-        wire = msgspec.structs.replace(wire, max_tokens=parsed.resolve_max_tokens(len(ids), limit))
-        traceparent = request.headers.get("traceparent", "")
-        priority = parsed.extras.get("priority", 0)
+        sampling = self._sampling(parsed)
+        sampling.max_tokens = parsed.resolve_max_tokens(len(ids), self._gateway.models.limit(group))
+        priority = parsed.extras.get("priority")
         return Record(
-            sink, group, ids, self._hasher(group, namespace).hashes(ids), namespace, wire, self._settings.request_seconds,
-            priority if isinstance(priority, int) and not isinstance(priority, bool) else 0, client_id,
-            traceparent if TRACEPARENT.fullmatch(traceparent) else "",
             # One HTTP request is one request on the bus, save for the further prompts of a batch.
-            request_id if sink.first else nuid(), received,
-        )  # fmt: skip
+            call.exchange.request_id if sink.first else nuid(),
+            sink=sink,
+            group=group,
+            ids=ids,
+            hashes=self._hasher(group, namespace).hashes(ids),
+            namespace=namespace,
+            sampling=sampling,
+            seconds=self._settings.request_seconds,
+            received=call.received,
+            priority=priority if type(priority) is int else 0,
+            client_id=call.exchange.shown_id,
+            traceparent=call.traceparent if TRACEPARENT.fullmatch(call.traceparent) else "",
+        )
 
     def _sampling(self, parsed: ParsedRequest) -> m.Sampling:
         """Recipe's resolved sampling as workers read it; what was not said is the wire's default, and a seed is drawn."""
@@ -220,16 +235,19 @@ class Api:
     def _exchange(self, request: web.Request) -> Exchange:
         return Exchange(request, nuid(), self._turn, self._settings.client_buffer_bytes)
 
-    def _count(self, endpoint: Endpoint, status: int, exchange: Exchange, received: float, reply: Any) -> None:
-        meters = self._gateway.meters
-        seconds = time.monotonic() - received
-        meters.status(endpoint.name, status)
-        usage = reply.usage if isinstance(reply, Reply) else None
-        if usage is not None:
-            meters.finished(seconds, reply.first_token - received, usage)
+    def _count(self, call: Call) -> None:
+        meters, reply = self._gateway.meters, call.reply
+        seconds = time.monotonic() - call.received
+        if reply is not None and reply.failed is not None:
+            call.status = reply.failed.status
+        meters.status(call.endpoint.name, call.status)
+        if reply is not None and reply.usage is not None:
+            meters.finished(seconds, reply.first_token - call.received, reply.usage)
         if self._settings.access_log:
-            log.info("request", request_id=exchange.request_id, client_id=exchange.client_id.decode("utf-8", "replace"),
-                     endpoint=endpoint.name, status=status, ms=round(seconds * 1e3, 3))  # fmt: skip
+            log.info(
+                "request", request_id=call.exchange.request_id, client_id=call.exchange.shown_id, endpoint=call.endpoint.name,
+                status=call.status, ms=round(seconds * 1e3, 3),
+            )  # fmt: skip
 
     # ------------------------------------------------------------ small endpoints
 

@@ -1,7 +1,7 @@
 """Who is asking: API keys and the tenant behind each.
 
-A tenant is what KV is shared within. A client can't name one; `cache_salt` only divides its own. Without keys all clients are one
-tenant. Keys are kept as digests and compared by them, so neither a dump nor a timing tells one.
+A tenant is what KV is shared within. A client can't name one; `cache_salt` only divides its own. Without keys all
+clients are one tenant. Keys are kept as digests and compared by them, so neither a dump nor a timing tells one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """`headrace bench gateway`: what a request costs on its way through the bus, and how long it takes.
 
-Starts NATS and every service as a process of its own, sends streamed chat requests over ordinary connections (no TCP_QUICKACK), and
-prints requests and chunks a second, time to first token, time to the end, and user + system CPU time of each process per request.
-With `--engine sim` the workers compute nothing, so what is left is Headrace itself. Warm-up is excluded; every figure is the median
-of the repetitions. CPU time of a loaded machine is inflated (shared cores and caches): `slowness` is the time of a fixed loop at the
-time of the run over its best time in this run, and `load` the machine's load average.
+Starts NATS and every service as a process of its own, sends streamed chat requests over ordinary connections (no
+TCP_QUICKACK), and prints requests and chunks a second, time to first token, time to the end, and user + system CPU time
+of each process per request. With `--engine sim` the workers compute nothing, so what is left is Headrace itself.
+Warm-up is excluded; every figure is the median of the repetitions. CPU time of a loaded machine is inflated (shared
+cores and caches): `slowness` is the time of a fixed loop at the time of the run over its best time in this run, and
+`load` the machine's load average.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from headrace.bus.errors import StartError
 from headrace.bus.testing import NatsServer, free_port
 
 TICK = os.sysconf("SC_CLK_TCK")
-WORDS = "alpha beta gamma delta ".split()
+WORDS = ["alpha", "beta", "gamma", "delta"]
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
 
 
 @dataclass
@@ -67,7 +69,15 @@ class System:
         self.port = free_port()
         self._shm = tempfile.mkdtemp(prefix="headrace-bench-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         worker = ["--engine", self.engine, *(["--model", self.model] if self.model else [])]
-        gateway = ["--port", str(self.port), "--request-seconds", "30", "--workers", str(self.gateways), *(["--model", self.model] if self.model else [])]
+        gateway = [
+            "--port",
+            str(self.port),
+            "--request-seconds",
+            "30",
+            "--workers",
+            str(self.gateways),
+            *(["--model", self.model] if self.model else []),
+        ]
         for role, flags in (("kvstore", []), ("decode", worker), ("prefill", worker), ("gateway", gateway)):
             if find_spec(f"headrace.{role}.__main__") is not None:
                 self._spawn(role, flags)
@@ -152,11 +162,9 @@ def requests(words: int, tokens: int, start: int) -> Iterator[bytes]:
     text = " ".join(WORDS * (words // 4))
     while True:
         number += 1
-        body = json.dumps({
-            "messages": [{"role": "user", "content": f"{number} {text}"}], "max_tokens": tokens, "stream": True, "ignore_eos": True,
-        }).encode()  # fmt: skip
-        yield (b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
-               % (len(body), body))  # fmt: skip
+        message = {"role": "user", "content": f"{number} {text}"}
+        body = json.dumps({"messages": [message], "max_tokens": tokens, "stream": True, "ignore_eos": True}).encode()
+        yield HEAD % (len(body), body)
 
 
 async def drive(port: int, concurrency: int, count: int, source: Iterator[bytes]) -> list[tuple[float, float, int]]:

@@ -1,11 +1,11 @@
 """The life of a request between the gateway and its workers.
 
-Knows: admit -> run -> output, attempts, gaps, death, deadlines, cancelling, waiting for room. Does not know: HTTP, protocols, text;
-what comes out goes to the record's `Sink`.
+Knows: admit -> run -> output, attempts, gaps, death, deadlines, cancelling, waiting for room. Does not know: HTTP,
+protocols, text; what comes out goes to the record's `Sink`.
 
 One `Record` per request and no task of its own: `Dispatcher.run` is awaited by whoever brought the request; output arrives in a
-synchronous callback and goes straight through to the sink. An attempt is one (request, attempt) pair of legs; a request that has
-no output yet may get another attempt elsewhere, one that has ends with an error.
+synchronous callback and goes straight through to the sink. An attempt is one (request, attempt) pair of legs; a request
+that has no output yet may get another attempt elsewhere, one that has ends with an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from headrace.bus import Bus, BusError, BusTimeout, Disconnected, Peers, Prober, Trace, nuid, subjects
+from headrace.bus import Bus, BusError, BusTimeout, Disconnected, Peers, Prober, Trace, subjects
 from headrace.bus import messages as m
 
 from . import errors
@@ -72,20 +72,20 @@ class Choice:
 
 
 class Record:
-    """One request. Made by `Dispatcher.record`."""
+    """One prompt on its way. `Dispatcher.run` takes it."""
 
     __slots__ = (
-        "attempt", "choices", "client_id", "deadline", "decode", "emitted", "ended", "group", "hashes", "ids", "left", "losses",
-        "namespace", "open", "outcome", "prefill", "priority", "queued", "received", "request", "sampling", "seconds", "settled", "sink",
-        "traceparent", "usage", "watching",
+        "attempt", "choices", "client_id", "deadline", "decode", "emitted", "ended", "group", "hashes", "ids", "left",
+        "losses", "namespace", "open", "outcome", "prefill", "priority", "queued", "received", "request", "sampling",
+        "seconds", "settled", "sink", "traceparent", "usage", "watching",
     )  # fmt: skip
 
-    def __init__(self, sink: Sink, group: Group, ids: array, hashes: list[bytes], namespace: bytes, sampling: m.Sampling,
-                 seconds: float, priority: int = 0, client_id: str = "", traceparent: str = "", request: str = "",
-                 received: float = 0.0):  # fmt: skip
-        now = time.monotonic()
-        self.request = request or nuid()
-        self.received = received or now
+    def __init__(
+        self, request: str, *, sink: Sink, group: Group, ids: array, hashes: list[bytes], namespace: bytes,
+        sampling: m.Sampling, seconds: float, received: float, priority: int = 0, client_id: str = "", traceparent: str = "",
+    ):  # fmt: skip
+        """`seconds`: until the deadline, from `received` (monotonic) on. The ids are for the bus and traces."""
+        self.request, self.received = request, received
         self.sink, self.group, self.ids, self.hashes, self.namespace = sink, group, ids, hashes, namespace
         self.sampling, self.priority, self.client_id, self.traceparent = sampling, priority, client_id, traceparent
         self.seconds = seconds
@@ -260,7 +260,9 @@ class Dispatcher:
             self._send_cancel("decode", decode.instance, record, "failed")
             return None
         now = time.monotonic()
-        self.trace.event(request, "gateway.admitted", (now - started) * 1e3, decode=decode.instance, have=answer.have, attempt=attempt)
+        self.trace.event(
+            request, "gateway.admitted", (now - started) * 1e3, decode=decode.instance, have=answer.have, attempt=attempt
+        )
 
         record.prefill, record.decode = prefill, decode
         self.router.sent(prefill, decode, record.hashes, len(record.ids))
@@ -275,7 +277,9 @@ class Dispatcher:
         )  # fmt: skip
         if isinstance(accepted, m.Accepted):
             self.router.loaded(prefill.instance, accepted.load)
-            self.trace.event(request, "gateway.accepted", (time.monotonic() - now) * 1e3, prefill=prefill.instance, attempt=attempt)
+            self.trace.event(
+                request, "gateway.accepted", (time.monotonic() - now) * 1e3, prefill=prefill.instance, attempt=attempt
+            )
             return None
         if record.emitted or record.ended or not record.watching:  # output overtook the answer, or somebody died meanwhile
             return None
@@ -376,7 +380,12 @@ class Dispatcher:
             elif entry.attempt != record.attempt:
                 self.counters["stale_outputs"] += 1
             elif not record.ended:
-                self._on_entry(record, entry, out.instance)
+                try:
+                    self._on_entry(record, entry, out.instance)
+                except Exception:  # of one request; the others in this message go on
+                    log.exception("output could not be handled", request=record.request)
+                    self._cancel_legs(record, "failed")
+                    self._fail(record, errors.internal())
         if out.seq > seq + 1:  # messages were lost: whoever had tokens in them is behind and may never learn otherwise
             self.counters["gaps"] += 1
             self._resume_all(out.instance)
@@ -606,7 +615,9 @@ class Dispatcher:
 
     # ------------------------------------------------------------ cancelling
 
-    def _cancel_legs(self, record: Record, reason: str, keep: dict[int, int] | None = None, but: str = "", prefill: bool = True) -> None:
+    def _cancel_legs(
+        self, record: Record, reason: str, keep: dict[int, int] | None = None, but: str = "", prefill: bool = True
+    ) -> None:
         """Tell both legs of the running attempt to stop; `but` has stopped already."""
         self.counters["cancels"] += 1
         if record.decode is not None and record.decode.instance != but:
@@ -632,5 +643,3 @@ class Dispatcher:
         task = self._loop.create_task(coroutine)
         self._side.add(task)
         task.add_done_callback(self._side.discard)
-
-

@@ -101,7 +101,9 @@ def _messages(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
 def _responses(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
     for name in ("previous_response_id", "background"):
         if parsed.extras.get(name):
-            raise errors.invalid(f"`{name}` needs stored responses, which this gateway does not keep; send the whole input", name)
+            raise errors.invalid(
+                f"`{name}` needs stored responses, which this gateway does not keep; send the whole input", name
+            )
     parser = StreamParser(parsed.parsing, context.tokenizer)
     return [
         ResponsesStream(

@@ -38,7 +38,9 @@ def internal() -> GatewayError:
 
 def no_route(method: str, path: str, wrong_method: bool) -> GatewayError:
     if wrong_method:
-        return GatewayError(f"{path} does not take {method}", status=405, code="method_not_allowed", type="invalid_request_error")
+        return GatewayError(
+            f"{path} does not take {method}", status=405, code="method_not_allowed", type="invalid_request_error"
+        )
     return GatewayError(f"there is no {method} {path} here", status=404, code="not_found", type="not_found_error")
 
 

@@ -1,8 +1,8 @@
 """One HTTP request and its answer, written straight to the connection.
 
-Knows: status line, headers, chunked framing, `X-Request-Id`, keep-alive comments, slow and vanished clients. Does not know what the
-bytes mean. aiohttp parses requests and owns connections; an answer is written here in one call per event, without a task switch,
-which aiohttp's own response writer would need.
+Knows: status line, headers, chunked framing, `X-Request-Id`, keep-alive comments, slow and vanished clients. Does not
+know what the bytes mean. aiohttp parses requests and owns connections; an answer is written here in one call per event,
+without a task switch, which aiohttp's own response writer would need.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Written(web.StreamResponse):
 
 
 class Turn:
-    """Gathers what is written to all connections in one loop turn: one system call per connection, however many bus messages the
-    turn brought."""
+    """Gathers what is written to all connections in one loop turn: one system call per connection, however many bus
+    messages the turn brought."""
 
     __slots__ = ("_exchanges", "_loop")
 
@@ -65,12 +65,13 @@ class Turn:
 class Exchange:
     """Answer a request: either `answer` once, or `open` (implied), `send`..., `close`.
 
-    `client_id` is what the client called the request (any bytes that HTTP allows; never part of a subject); `request_id` is ours.
+    `client_id` is what the client called the request (any bytes that HTTP allows; never part of a subject);
+    `request_id` is ours.
     """
 
     __slots__ = (
-        "_chunked", "_keep", "_limit", "_on_slow", "_opened", "_transport", "_turn", "_unsent", "_written", "closed", "client_id",
-        "request_id",
+        "_chunked", "_keep", "_limit", "_on_slow", "_opened", "_transport", "_turn", "_unsent", "_written", "closed",
+        "client_id", "request_id",
     )  # fmt: skip
 
     def __init__(self, request: web.BaseRequest, request_id: str, turn: Turn, limit: int):
@@ -85,6 +86,11 @@ class Exchange:
         self._unsent: list[bytes] = []  # of this loop turn
         self._written = 0.0  # when the client last got something, or when the stream began
         self._on_slow: Callable[[], None] | None = None  # set while this is a stream
+
+    @property
+    def shown_id(self) -> str:
+        """The client's name for the request as text, for logs and traces; "" if it has none."""
+        return self.client_id.decode("utf-8", "replace")
 
     @property
     def opened(self) -> bool:
@@ -109,7 +115,7 @@ class Exchange:
         headers = b"Retry-After: %d\r\n" % max(1, round(retry)) if retry else b""
         if error.status == 401:
             headers += b"WWW-Authenticate: Bearer\r\n"
-        self.answer(error.status, error.body(protocol, dialect, self._shown_id()), JSON, headers)
+        self.answer(error.status, error.body(protocol, dialect, self.shown_id or self.request_id), JSON, headers)
 
     # ------------------------------------------------------------ a stream of events
 
@@ -156,7 +162,8 @@ class Exchange:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
 
     def comment(self, now: float, silence: float) -> None:
-        """A comment, if this is a stream that has been silent for so many seconds: it keeps proxies and clients from giving up."""
+        """A comment, if this is a stream that has been silent for so many seconds: it keeps proxies and clients from
+        giving up."""
         if self._on_slow is not None and now - self._written >= silence:
             self.send(KEEPALIVE)
 
@@ -165,7 +172,8 @@ class Exchange:
     def _head(self, status: int, content_type: bytes, more: bytes) -> bytes:
         connection = b"" if self._keep else b"Connection: close\r\n"
         return b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nX-Request-Id: %b\r\n%b%b\r\n" % (
-            status, _PHRASES.get(status, "Error").encode(), content_type, self.client_id or self.request_id.encode(), connection, more
+            status, _PHRASES.get(status, "Error").encode(), content_type, self.client_id or self.request_id.encode(),
+            connection, more
         )  # fmt: skip
 
     def _write(self, data: bytes) -> None:
@@ -187,9 +195,6 @@ class Exchange:
         if transport.get_write_buffer_size() > self._limit and self._on_slow is not None:
             self._on_slow()
             self.abort()
-
-    def _shown_id(self) -> str:
-        return self.client_id.decode("utf-8", "replace") or self.request_id
 
 
 def client_request_id(request: web.BaseRequest) -> bytes:

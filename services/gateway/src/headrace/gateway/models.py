@@ -1,4 +1,5 @@
-"""What this gateway can serve: the tokenizer and prompt encoding, and the names under which clients reach the workers' models."""
+"""What this gateway can serve: the tokenizer and prompt encoding, and the names under which clients reach the workers'
+models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The output of one HTTP request on its way to the client: tokens in, bytes out.
 
-Joins dispatchers' `Sink`s with an `Exchange`: recipe's streams turn ids into events, one stream per choice; `Reply` keeps them in order
-and writes them, or collects them when the client wants one answer. A request with several prompts has one `Part` per prompt.
+Joins dispatchers' `Sink`s with an `Exchange`: recipe's streams turn ids into events, one stream per choice; `Reply`
+keeps them in order and writes them, or collects them when the client wants one answer. A request with several prompts
+has one `Part` per prompt.
 """
 
 from __future__ import annotations
@@ -19,9 +20,23 @@ from .exchange import Exchange
 
 
 class Reply:
-    """All parts of an answer. `collect(streams, usage)` makes the body of an answer that is not streamed; None: it is streamed."""
+    """All parts of an answer. `collect(streams, usage)` makes the body of an answer that is not streamed; None: it is
+    streamed."""
 
-    __slots__ = ("buffer", "collect", "dialect", "exchange", "failed", "first_token", "on_failure", "open", "parts", "protocol", "streams", "usage")
+    __slots__ = (
+        "buffer",
+        "collect",
+        "dialect",
+        "exchange",
+        "failed",
+        "first_token",
+        "on_failure",
+        "open",
+        "parts",
+        "protocol",
+        "streams",
+        "usage",
+    )
 
     def __init__(self, exchange: Exchange, streams: list[ReplyStream], protocol: str, dialect: str,
                  collect: Callable[[list[ReplyStream], m.Usage], dict] | None, parts: int = 1):  # fmt: skip

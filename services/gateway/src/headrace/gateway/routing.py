@@ -1,14 +1,15 @@
 """Which pair of workers gets a request.
 
-Knows: who is ready, their loads (from presence, pings and every reply), what each holds (KV events, and what was sent there lately),
-and a cost in seconds for each pair. Does not know: the life of a request; it is asked for the best pair and told what happened.
+Knows: who is ready, their loads (from presence, pings and every reply), what each holds (KV events, and what was sent
+there lately), and a cost in seconds for each pair. Does not know: the life of a request; it is asked for the best pair
+and told what happened.
 
     cost(prefill, decode) = (tokens queued at prefill + tokens sent there since its last word + uncached tokens) / its speed
                           + bytes that decode does not hold / bandwidth
                           + the step time that one more sequence costs at decode
 
-Costs within max(5 %, 5 ms) of the least are equal; then the first block of the prompt decides by rendezvous hashing, so that equal
-prefixes meet at one worker while all are equally idle; prompts shorter than a block take turns.
+Costs within max(5 %, 5 ms) of the least are equal; then the first block of the prompt decides by rendezvous hashing, so
+that equal prefixes meet at one worker while all are equally idle; prompts shorter than a block take turns.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ class Router:
 
     # ------------------------------------------------------------ the choice
 
-    def choose(self, group: Group, hashes: Sequence[bytes], prompt_tokens: int, excluded: set[str]) -> tuple[Worker, Worker] | None:
+    def choose(
+        self, group: Group, hashes: Sequence[bytes], prompt_tokens: int, excluded: set[str]
+    ) -> tuple[Worker, Worker] | None:
         """The best (prefill, decode) without the excluded instances, or None."""
         prefills = _usable(group.prefills, excluded)
         decodes = _usable(group.decodes, excluded)
@@ -206,7 +209,8 @@ class Router:
 class Residency:
     """Which worker holds which prefix: KV events, and for a few seconds what was sent where. Undercounts, never overcounts.
 
-    A publisher's events carry an epoch and a sequence: a gap or a new epoch voids what was known, and a snapshot is asked for."""
+    A publisher's events carry an epoch and a sequence: a gap or a new epoch voids what was known, and a snapshot is
+    asked for."""
 
     def __init__(self, bus: Bus, role_of: Callable[[str], str | None]):
         self._bus, self._role_of = bus, role_of

@@ -127,7 +127,9 @@ class _Collector:
             yield CounterMetricFamily(f"headrace_gateway_{name}", f"gateway: {name.replace('_', ' ')}", value=value)
         yield GaugeMetricFamily("headrace_gateway_in_flight", "requests in flight", value=len(dispatcher.records))
         yield GaugeMetricFamily("headrace_gateway_waiting", "requests that wait for a worker", value=dispatcher.queued)
-        yield CounterMetricFamily("headrace_gateway_resyncs", "snapshots of KV events asked for", value=router.residency.resyncs)
+        yield CounterMetricFamily(
+            "headrace_gateway_resyncs", "snapshots of KV events asked for", value=router.residency.resyncs
+        )
         decodes = [w.load for w in router.workers.values() if w.presence.role == "decode"]
         running, waiting = sum(x.running for x in decodes), sum(x.waiting for x in decodes) + dispatcher.queued
         total, free = sum(x.total_blocks for x in decodes), sum(x.free_blocks for x in decodes)

