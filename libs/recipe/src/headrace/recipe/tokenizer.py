@@ -5,7 +5,7 @@ caller writes can become a control token. Knows no templates.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as _Fast
 
 from .words import WordCache
 
+_MAX_TABLES = 64
 _PLACEHOLDER = "<｜place▁holder▁no▁{}｜>"
 _MM_SPAN = "<|place_holder_mm_span_{:04}|>"
 
@@ -29,6 +30,7 @@ class Tokenizer:
         self._added = {token["content"]: token["id"] for token in definition.get("added_tokens", [])}
         self._added_by_id = {token_id: text for text, token_id in self._added.items()}
         self._bytes = _byte_table(definition)
+        self._tables: dict[frozenset[str], Any] = {}
         self.words = WordCache.for_tokenizer(definition, self._encode_full_plain)
 
     @classmethod
@@ -69,6 +71,15 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; b"" for an id outside the vocabulary."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+
+    def plain_table(self, triggers: frozenset[str], make: Callable[["Tokenizer", frozenset[str]], Any]) -> Any:
+        """The table that `make` builds for a set of trigger characters, shared by outputs with the same set."""
+        table = self._tables.get(triggers)
+        if table is None:
+            if len(self._tables) >= _MAX_TABLES:  # stop sequences of clients make sets of their own
+                self._tables.clear()
+            table = self._tables[triggers] = make(self, triggers)
+        return table
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, added tokens spelled out, broken UTF-8 replaced by U+FFFD."""

@@ -111,6 +111,14 @@ class ChatStream(ReplyStream):
         reasoning = b',"reasoning_content":""' if self.thinking else b""
         return self._head + b'{"role":"assistant","content":' + content + reasoning + b"}" + self._tail
 
+    def _plain_content(self, escaped: bytes) -> bytes:
+        return b"".join((self._content_head, b'"', escaped, b'"', self._content_tail))
+
+    def _plain_reasoning(self, escaped: bytes) -> bytes:
+        if self.reasoning_alias:
+            escaped = escaped + b'","reasoning":"' + escaped
+        return b"".join((self._reasoning_head, b'"', escaped, b'"', self._reasoning_tail))
+
     def _content(self, event: Event) -> bytes:
         tail = self._content_tail if event.logprobs is None else self._with_logprobs(self._content_tail, "content", event)
         return self._content_head + json_string(event.text) + tail

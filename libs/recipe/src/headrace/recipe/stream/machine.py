@@ -8,6 +8,7 @@ Markers are literal strings. In an output of token ids the control tokens are si
 (lone surrogates), so text that merely spells a control token is text.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..tokens import SpecialTokens
@@ -53,7 +54,9 @@ class Machine:
 
     def __init__(self, options: ParsingOptions, *, marks: bool):
         """`marks`: control tokens arrive as `THINK_END_MARK` and `DSML_MARK`, not as text."""
-        self._states = _states(options, marks)
+        self._states = _states(
+            options.special_tokens, tuple(options.stop_sequences), options.parse_tool_calls, options.parse_json_output, marks
+        )
         self._enter(_initial(options))
 
     @property
@@ -65,6 +68,10 @@ class Machine:
     def idle(self) -> bool:
         """Whether text without trigger characters may be taken for `state.action` unseen."""
         return not self.held and not self._at_start
+
+    def pass_plain(self) -> None:
+        """Text without trigger characters went by while `idle`."""
+        self._seen = ""
 
     def feed(self, text: str) -> list[Segment]:
         """Resolve what `text` decides."""
@@ -161,6 +168,8 @@ def _partial(text: str, marker: str) -> int:
 
 
 def _initial(options: ParsingOptions) -> str:
+    if options.raw:
+        return "raw"
     if options.starts_in_tool_calls:
         return "tools"
     return {
@@ -171,18 +180,20 @@ def _initial(options: ParsingOptions) -> str:
     }[options.thinking_initial_stage]
 
 
-def _states(options: ParsingOptions, marks: bool) -> dict[str, State]:
-    tokens: SpecialTokens = options.special_tokens
+@lru_cache(maxsize=1024)  # few requests differ in these, and building the table costs more than reading a short output
+def _states(
+    tokens: SpecialTokens, stop_sequences: tuple[str, ...], parse_tool_calls: bool, parse_json_output: bool, marks: bool
+) -> dict[str, State]:
     think_end = THINK_END_MARK if marks else tokens.thinking_end
     dsml = DSML_MARK if marks else tokens.dsml
     close = f"</{dsml}"
-    stops = [Marker(stop, STOP, "finished", stop) for stop in options.stop_sequences if stop]
-    tools = [Marker(f"<{dsml}", SKIP, "tools", newlines=True)] if options.parse_tool_calls else []
+    stops = [Marker(stop, STOP, "finished", stop) for stop in stop_sequences if stop]
+    tools = [Marker(f"<{dsml}", SKIP, "tools", newlines=True)] if parse_tool_calls else []
     fences = [Marker("```json\n", SKIP, "json"), Marker("```\n", SKIP, "json")]
     fences += [Marker(bracket, LABEL, "json", bracket) for bracket in "{["]
-    content = [*(fences if options.parse_json_output else stops), *tools, Marker(think_end, SKIP, "content")]
+    content = [*(fences if parse_json_output else stops), *tools, Marker(think_end, SKIP, "content")]
     reasoning = [*tools, Marker(think_end, SKIP, "content_start", newlines=True)]
-    other = SPACE if options.parse_json_output else CONTENT
+    other = SPACE if parse_json_output else CONTENT
     states = [
         State("content_start", tuple(content), other, True),
         State("content", tuple(content), other),
@@ -201,6 +212,7 @@ def _states(options: ParsingOptions, marks: bool) -> dict[str, State]:
         State("string", (Marker(close, LABEL, "argument", '"'),), STRING),
         State("verbatim", (Marker(close, SKIP, "argument"),), VERBATIM),
         State("finished", (), SKIP),
+        State("raw", tuple(stops), CONTENT),
     ]
     return {s.name: s._replace(triggers=_triggers(s), reach=max((len(m.text) for m in s.markers), default=0))
             for s in states}

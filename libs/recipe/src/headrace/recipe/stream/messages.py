@@ -112,6 +112,16 @@ class MessagesStream(ReplyStream):
     def _delta(self, text: str) -> bytes:
         return self._head + json_string(text) + b"}}\n\n"
 
+    def _plain_content(self, escaped: bytes) -> bytes:
+        opening = b"" if self._kind == "text" else self._start("text", {"type": "text", "text": ""})
+        return b"".join((opening, self._head, b'"', escaped, b'"}}\n\n'))
+
+    def _plain_reasoning(self, escaped: bytes) -> bytes:
+        opening = b""
+        if self._kind != "thinking":
+            opening = self._start("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+        return b"".join((opening, self._head, b'"', escaped, b'"}}\n\n'))
+
     def _content(self, event: Event) -> bytes:
         opening = b"" if self._kind == "text" else self._start("text", {"type": "text", "text": ""})
         return opening + self._delta(event.text)

@@ -16,6 +16,7 @@ class ParsingOptions(msgspec.Struct):
     `stop_sequences` apply to content only. `parse_json_output` keeps the JSON document of an answer and turns the text
     around it to spaces. `starts_in_tool_calls`: the prompt has opened the block already.
     `repair` mends malformed tool calls and reports each repair; the official dialect never does.
+    `raw`: a text completion, where only stop sequences mean anything.
     `lenient_end` keeps bytes that the referee drops when a stream ends inside a character.
     """
 
@@ -26,6 +27,7 @@ class ParsingOptions(msgspec.Struct):
     stop_sequences: list[str] = []
     special_tokens: SpecialTokens = DEFAULT_TOKENS
     repair: bool = False
+    raw: bool = False
     lenient_end: bool = False
 
     @property

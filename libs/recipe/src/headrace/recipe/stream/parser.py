@@ -41,6 +41,7 @@ Logprob = tuple[int, float, list[tuple[int, float]]]  # with the sampled id
 
 _TEXT = {CONTENT, SPACE, REASONING, STRING, VERBATIM, NAME}
 _MERGED = _TEXT | {SKIP}
+MAX_PENDING = 1024  # ids that may wait for the end of a character
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -70,6 +71,34 @@ class _Piece(msgspec.Struct):
     begin: int = 0
     run: int = SKIP
     label: str = ""
+    ids: list[int] | None = None
+
+
+class PlainTable(dict[int, tuple[bytes, str] | None]):
+    """Tokens that are whole UTF-8 and hold no character of `triggers`: their JSON-escaped bytes and their text.
+
+    Filled as ids are met. None for every other token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, triggers: frozenset[str]):
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._triggers = triggers
+
+    def __missing__(self, token_id: int) -> tuple[bytes, str] | None:
+        self[token_id] = entry = self._entry(token_id)
+        return entry
+
+    def _entry(self, token_id: int) -> tuple[bytes, str] | None:
+        if self._tokenizer.added_token(token_id) is not None:
+            return None
+        try:
+            text = self._tokenizer.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return None
+        if not text or text.endswith("\ufffd") or not self._triggers.isdisjoint(text):
+            return None
+        return quote(text)[1:-1].encode(), text
 
 
 class StreamParser:
@@ -97,6 +126,42 @@ class StreamParser:
         self._pending: list[tuple[int, TokenLogprob | None]] = []  # ids that end inside a character
         self._name: list[str] = []
         self._call_id = call_id or random_call_id
+        self._plain_state: Any = None
+        self._plain: PlainTable | None = None
+
+    def push_plain(self, ids: list[int]) -> tuple[str, bytes, str] | None:
+        """The fast path of `push`: (kind, JSON-escaped text, text) when `ids` are plain content or reasoning.
+
+        None when they need a closer look; then nothing has happened and `push` takes them.
+        """
+        machine = self._machine
+        if machine is None or machine.held or not machine.idle or self._pieces or self._pending or self.finished:
+            return None
+        state = machine.state
+        if state is not self._plain_state:
+            self._plain_state = state
+            told = (state.action == CONTENT or state.action == REASONING) and self.saw_ids
+            self._plain = self.tokenizer.plain_table(state.triggers, PlainTable) if told else None
+        table = self._plain
+        if table is None:
+            return None
+        if len(ids) == 1:
+            entry = table[ids[0]]
+            if entry is None:
+                return None
+            escaped, text = entry
+        else:
+            entries = [table[token_id] for token_id in ids]
+            if not entries or None in entries:
+                return None
+            escaped = b"".join([entry[0] for entry in entries])
+            text = "".join([entry[1] for entry in entries])
+        machine.pass_plain()
+        self.completion_tokens += len(ids)
+        if state.action == CONTENT:
+            return "content", escaped, text
+        self.reasoning_tokens += len(ids)
+        return "reasoning", escaped, text
 
     def push(self, ids: Iterable[int], logprobs: list[TokenLogprob] | None = None) -> list[Event]:
         """Events that `ids` decide. `logprobs`: one entry per id. Raises ValueError when their numbers differ."""
@@ -159,8 +224,10 @@ class StreamParser:
             else:  # ids without text go with the token after them
                 yield _Piece(mark, before.tokens + 1, [*(before.logprobs or []), *own] or None)
         if pending:
-            text = tokenizer.decode(token_id for token_id, _ in pending)
-            if text and not text.endswith("\ufffd"):
+            data = b"".join([tokenizer.token_bytes(token_id) for token_id, _ in pending])
+            text = data.decode("utf-8", "replace")
+            broken = text.endswith("\ufffd") and (not self.parsing.lenient_end or _ends_inside_character(data))
+            if (text and not broken) or len(pending) >= MAX_PENDING:
                 yield self._flush_pending(text)
 
     def _flush_pending(self, text: str | None = None) -> _Piece:
@@ -168,7 +235,7 @@ class StreamParser:
         if text is None:
             text = self.tokenizer.decode(token_id for token_id, _ in pending)
         logprobs = [(token_id, *entry) for token_id, entry in pending if entry is not None] or None
-        piece = _Piece(text, len(pending), logprobs)
+        piece = _Piece(text, len(pending), logprobs, ids=[token_id for token_id, _ in pending])
         pending.clear()
         return piece
 
@@ -192,8 +259,19 @@ class StreamParser:
                 self.reasoning_tokens -= piece.tokens
         if self.stopped is not None:
             self.finished = True
-            self.kept_tokens = self.completion_tokens
+            self.kept_tokens = self.completion_tokens - self._unneeded(piece)
         return self.finished
+
+    def _unneeded(self, piece: _Piece) -> int:
+        """Ids of the last piece after the one that completed the stop sequence."""
+        if not piece.ids:
+            return 0
+        data = b""
+        for position, token_id in enumerate(piece.ids):
+            data += self.tokenizer.token_bytes(token_id)
+            if len(data.decode("utf-8", "ignore")) >= piece.resolved:
+                return len(piece.ids) - position - 1
+        return 0
 
     def _resolve(self, segments: list[Segment], events: list[Event]) -> None:
         """Lay segments over the waiting pieces.
@@ -270,6 +348,18 @@ class StreamParser:
         """Marks back to the spelling of their tokens."""
         tokens = self.parsing.special_tokens
         return text.replace(THINK_END_MARK, tokens.thinking_end).replace(DSML_MARK, tokens.dsml)
+
+
+def _ends_inside_character(data: bytes) -> bool:
+    """Whether `data` ends with the beginning of a UTF-8 character that more bytes could complete."""
+    for back in range(1, min(3, len(data)) + 1):
+        byte = data[-back]
+        if byte >= 0xC0:
+            need = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4 if byte < 0xF8 else 0
+            return back < need
+        if byte < 0x80:
+            return False
+    return False
 
 
 def random_call_id(index: int) -> str:

@@ -78,6 +78,15 @@ class ReplyStream:
 
     def push(self, ids: list[int], logprobs: list[TokenLogprob] | None = None) -> bytes:
         """The events that `ids` decide."""
+        if logprobs is None and self._opened:
+            plain = self.parser.push_plain(ids)
+            if plain is not None:
+                kind, escaped, text = plain
+                if kind == "content":
+                    self.content.append(text)
+                    return self._plain_content(escaped)
+                self.reasoning.append(text)
+                return self._plain_reasoning(escaped)
         return self._opening() + self._write(self.parser.push(ids, logprobs))
 
     def push_text(self, text: str, tokens: int = 0) -> bytes:
@@ -141,7 +150,13 @@ class ReplyStream:
     def _tool_end(self, event: Event) -> bytes:
         return b""
 
-    # What a protocol writes.
+    # What a protocol writes. `escaped` is the inside of a JSON string.
+    def _plain_content(self, escaped: bytes) -> bytes:
+        raise NotImplementedError
+
+    def _plain_reasoning(self, escaped: bytes) -> bytes:
+        raise NotImplementedError
+
     def _open(self) -> bytes:
         raise NotImplementedError
 

@@ -210,6 +210,9 @@ class ResponsesStream(ReplyStream):
     def _delta(self, kind: str, item: _Item, text: str, logprobs: list[Any] | None = None) -> bytes:
         """A text delta of the open item, written without a JSON encoder."""
         item.text.append(text)
+        return self._delta_bytes(kind, item, json_string(text), logprobs)
+
+    def _delta_bytes(self, kind: str, item: _Item, string: bytes, logprobs: list[Any] | None) -> bytes:
         content = b"" if kind in ("function_call_arguments", "custom_tool_call_input") else b'"content_index":0,'
         entries = b""
         if kind == "output_text":
@@ -218,9 +221,23 @@ class ResponsesStream(ReplyStream):
         name = f"response.{kind}.delta".encode()
         sequence, self._sequence = self._sequence, self._sequence + 1
         return b"".join((
-            b"event: ", name, b'\ndata: {"type":"', name, b'",', content, b'"delta":', json_string(text),
+            b"event: ", name, b'\ndata: {"type":"', name, b'",', content, b'"delta":', string,
             b',"item_id":', quote(item.id).encode(), b",", entries, b'"output_index":%d,"sequence_number":%d}\n\n' % (item.index, sequence),
         ))
+
+    def _plain_content(self, escaped: bytes) -> bytes:
+        opening = b""
+        if self._item is None or self._item.kind != "message":
+            opening = self._begin("message", "msg", {"role": "assistant", "phase": "final_answer"})
+        self._item.text.append(self.content[-1])
+        return opening + self._delta_bytes("output_text", self._item, b'"' + escaped + b'"', None)
+
+    def _plain_reasoning(self, escaped: bytes) -> bytes:
+        opening = b""
+        if self._item is None or self._item.kind != "reasoning":
+            opening = self._begin("reasoning", "rs", {})
+        self._item.text.append(self.reasoning[-1])
+        return opening + self._delta_bytes("reasoning_text", self._item, b'"' + escaped + b'"', None)
 
     def _content(self, event: Event) -> bytes:
         opening = b""
