@@ -12,6 +12,7 @@ from headrace.engine.checkpoint import INDEX, Checkpoint, CheckpointError
 from headrace.engine.config import ConfigError
 from headrace.engine.loader import load_model
 from headrace.engine.make_checkpoint import make_checkpoint
+from headrace.kv.hashing import BlockHasher
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +216,13 @@ def test_bf16_weights(good):
     assert logits[1].dtype == torch.float32
     correlation = torch.corrcoef(torch.stack([x.flatten() for x in logits]))[0, 1]
     assert correlation > 0.98
+
+
+def test_two_checkpoints_of_one_shape_share_no_block_hash(tmp_path):
+    """Same layout, other weights: cached KV of one would be wrong KV for the other."""
+    ids, hashes = list(range(3, 131)), []
+    for seed in (0, 1):
+        make_checkpoint("w16", seed, tmp_path / str(seed))
+        model = load_model(tmp_path / str(seed))
+        hashes.append(BlockHasher(model.spec.layout_id, b"tenant").hashes(ids))
+    assert hashes[0] != hashes[1]

@@ -6,6 +6,7 @@ Engram tables and the token embedding stay in the file's memory map.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,9 @@ def load_model(
     model.finish_loading()
     model.set_row_rule(*row_rule(model, batch_invariant))
     model.checkpoint_digest = checkpoint.digest()
+    # Weights decide what cached bytes mean, too: with the digest in the layout id no block hash, state or store entry of one
+    # checkpoint can answer for another.
+    model.spec = replace(model.spec, layout_id=f"{model.spec.layout_id}-{model.checkpoint_digest[:16]}")
     if config.engram_layer_ids:
         model.ngrams = NgramHash(config, _token_map(checkpoint))
     return model

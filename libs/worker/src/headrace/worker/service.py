@@ -213,8 +213,8 @@ class WorkerService(Service):
         """A refusal that names both values when a peer's memory would not mean the same here."""
         info = self.engine.info
         for what, theirs, ours in (
+            ("checkpoint", checkpoint, info.checkpoint),  # first: a layout id holds the checkpoint's digest too
             ("KV layout", layout_id, info.layout_id),
-            ("checkpoint", checkpoint, info.checkpoint),
             ("draft model", draft, self.draft),
         ):
             if theirs != ours:
