@@ -174,12 +174,12 @@ async def test_lock_is_not_kept_by_children(shm_dir, line):
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, shm_dir, stdout=asyncio.subprocess.PIPE)
     incarnation, child = (await line(process)).split()
-    await process.stdout.read()
     await process.wait()
     try:
         assert is_dead(incarnation, shm_dir)
     finally:
         os.kill(int(child), signal.SIGKILL)
+    await process.stdout.read()
     sweeper = Memory("s", shm_dir=shm_dir, kinds=("shm",))
     assert sweeper.swept == [incarnation]
     await sweeper.close()
