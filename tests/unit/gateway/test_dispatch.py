@@ -23,6 +23,7 @@ async def quiet(cluster):
     """Nothing is left in flight anywhere in the gateway."""
     dispatcher = cluster.gateway.dispatcher
     await eventually(lambda: not dispatcher.records and not dispatcher.queued and not dispatcher._side)
+    assert not dispatcher._waiting and dispatcher._trying == 0
     assert all(worker.in_flight == 0 for worker in cluster.gateway.router.workers.values())
 
 
@@ -63,6 +64,34 @@ async def test_when_all_are_busy_it_waits_in_line_and_then_goes(cluster):
     decode.refuse = None
     decode.announce()
     assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 5
+    await quiet(cluster)
+
+
+async def test_the_line_empties_as_fast_as_there_is_room(bare):
+    """Whoever comes while others wait joins the line, but a line must not make a queue of what fits at once."""
+    decode = await bare.add_decode()
+    await bare.add_prefill()
+    decode.refuse = m.Refused("busy", "no credit", m.Load())
+    await bare.start_gateway()
+    await bare.ready()
+    decode.hold_at = 0
+    waiting = [asyncio.create_task(bare.post(chat())) for _ in range(40)]
+    await eventually(lambda: bare.gateway.dispatcher.queued == 40)
+    decode.refuse = None
+    decode.announce()
+    await eventually(lambda: len(decode.streams) == 40, 1.0)
+    decode.go.set()
+    assert {status for status, _, _ in await asyncio.gather(*waiting)} == {200}
+    await quiet(bare)
+
+
+async def test_a_client_that_leaves_the_line(cluster):
+    cluster.decodes[0].refuse = m.Refused("busy", "no credit", m.Load())
+    tasks = [asyncio.create_task(cluster.post(chat())) for _ in range(3)]
+    await eventually(lambda: cluster.gateway.dispatcher.queued == 3)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     await quiet(cluster)
 
 

@@ -123,6 +123,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._over: OrderedDict[str, None] = OrderedDict()
         self.queued = 0  # requests in the line
+        self._trying = 0  # of them, those that were called up and look for room now
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._nudge: asyncio.TimerHandle | None = None
         self._ticking = False
@@ -317,6 +318,7 @@ class Dispatcher:
         """Wait in line for room at a worker. Raises GatewayError when it takes too long or the line is too long."""
         turn = self._loop.create_future()
         if record.queued:  # it has been at the head of the line, and found no room
+            self._trying -= 1
             self._waiting.appendleft(turn)
         else:
             if self.queued >= self.settings.max_queue:
@@ -326,6 +328,7 @@ class Dispatcher:
             self.counters["queued"] += 1
             self.trace.event(record.request, "gateway.queued", None, waiting=self.queued)
             self._waiting.append(turn)
+            self._loop.call_soon(self.capacity)
         if self._nudge is None:
             self._nudge = self._loop.call_later(NUDGE_SECONDS, self._on_nudge)
         try:
@@ -334,13 +337,15 @@ class Dispatcher:
         except TimeoutError:
             raise errors.busy(f"no worker had room within {self.settings.queue_seconds:g} s") from None
         finally:
-            with contextlib.suppress(ValueError):
+            if turn in self._waiting:  # not called up: its time is over, or its client gone
                 self._waiting.remove(turn)
+                self._trying += 1
 
     def _leave_line(self, record: Record) -> None:
         if record.queued:
             record.queued = 0.0
             self.queued -= 1
+            self._trying -= 1
 
     def _on_nudge(self) -> None:
         """Room is told, but words get lost: ask again now and then while somebody waits."""
@@ -348,12 +353,13 @@ class Dispatcher:
         self.capacity()
 
     def capacity(self) -> None:
-        """There may be room: let the first in line try."""
-        while self._waiting:
+        """There may be room: let as many try, in their order, as the workers' last words allow, and always one."""
+        room = max(1, self.router.room()) - self._trying
+        for _ in range(min(room, len(self._waiting))):
             turn = self._waiting.popleft()
+            self._trying += 1
             if not turn.done():
                 turn.set_result(None)
-                return
 
     async def _wait_for_bus(self, record: Record) -> None:
         until = time.monotonic() + min(self.settings.bus_grace_seconds, record.remaining())
