@@ -45,7 +45,7 @@ def tokens(events) -> dict[str, list[int]]:
 
 def hand_over(prefill: EngineCore, decode: EngineCore, r: api.EngineRequest, done: api.PrefillDone) -> bool:
     """What two workers do over a transport: reserve, write the missing blocks, admit, release. False: decode has no room."""
-    r.hashes = decode.scheduler.hasher(r.namespace).hashes(r.ids)
+    r.hashes = decode.ledger.hasher(r.namespace).hashes(r.ids)
     reservation = decode.reserve(r.request, r.hashes, len(r.ids))
     decode.pool.check(decode.owners())
     if reservation is None:
@@ -82,7 +82,7 @@ def test_split_over_two_engines_gives_what_one_engine_gives(lengths, chunks, num
         decode.pool.check(decode.owners())
     assert tokens(events) == whole
     assert positions == {r.request: len(r.ids) for r in todo}
-    assert prefill.pool.used == decode.pool.used == 0 and not prefill.scheduler.pinned
+    assert prefill.pool.used == decode.pool.used == 0 and not prefill.ledger.pinned
 
 
 def _filled(core: EngineCore, todo) -> EngineCore:
@@ -198,8 +198,8 @@ def test_without_a_plan_fail_ends_everything():
 def test_a_damaged_snapshot_is_forgotten_and_the_prompt_computed():
     core = engine()
     cold = collect(core, [request("a", IDS[:50])])[0]
-    hashes = core.scheduler.hasher(b"").hashes(IDS[:50])
-    good = core.scheduler.snapshots.get(hashes[5])
+    hashes = core.ledger.hasher(b"").hashes(IDS[:50])
+    good = core.ledger.snapshots.get(hashes[5])
     assert good.position == 48
     core.add_snapshot(hashes[5], 48, encode(48, 0, bytes(good.state[:-1]) + b"\xff"))
     again = collect(core, [request("b", IDS[:50])])[0]
@@ -216,7 +216,7 @@ def test_a_snapshot_and_blocks_from_elsewhere_make_a_hit():
     first.submit(request("a", IDS[:50]))
     while first.has_work():
         taken += [e for e in first.step() if isinstance(e, api.SnapshotTaken)]
-    hashes = first.scheduler.hasher(b"").hashes(IDS[:50])
+    hashes = first.ledger.hasher(b"").hashes(IDS[:50])
     blocks, source = other.pool.allocate(6), first.pool.match(hashes)
     for target, block in zip(blocks, source, strict=True):
         other.runner.kv.data[target] = first.runner.kv.data[block]
@@ -270,7 +270,7 @@ def test_admitted_blocks_are_resident_for_the_next_hand_off():
         r = request(name, IDS[:48])
         prefill.submit(r)
         done = next(e for e in drain(prefill) if isinstance(e, api.PrefillDone))
-        r.hashes = decode.scheduler.hasher(b"").hashes(r.ids)
+        r.hashes = decode.ledger.hasher(b"").hashes(r.ids)
         reservation = decode.reserve(name, r.hashes, 48)
         assert reservation.have == (6 if name == "b" else 0), "a whole prompt may be resident: its hidden vector comes along"
         decode.abandon(reservation)
@@ -358,7 +358,7 @@ def test_blocks_are_reported_as_filled_once_and_by_who_filled_them():
     assert decode.stats()["preemptions"] > 0
     filled = [digest for e in events if isinstance(e, api.BlocksFilled) for digest, _, _ in e.blocks]
     assert len(filled) == len(set(filled)) > 0
-    hasher = decode.scheduler.hasher(b"")
+    hasher = decode.ledger.hasher(b"")
     assert not {digest for r in todo for digest in hasher.hashes(r.ids)} & set(filled)
 
 

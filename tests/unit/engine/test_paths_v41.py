@@ -92,8 +92,8 @@ def widest(core: EngineCore, requests) -> tuple[list[Answer], int, int]:
     """(answers, most sequences in one step, most chunks of one prompt)."""
     rows, chunks, schedule = [], {}, core.scheduler.schedule
 
-    def watch():
-        plan = schedule()
+    def watch(now):
+        plan = schedule(now)
         if plan:
             rows.append(len(plan.rows))
             for row in plan.rows:
@@ -144,7 +144,7 @@ def test_preempted(model, requests, alone):
     """Prompts fill the pool, so that growing outputs push the last ones out to host memory and back."""
     long = [r for r in requests if len(r.ids) in (127, 128, 256, 391, 512)]
     core = engine(model, num_blocks=12, prefix_caching=False)
-    core.scheduler.room = lambda blocks: core.pool.available >= blocks  # no room kept for growth
+    core.ledger.room = lambda blocks: core.pool.available >= blocks  # no room kept for growth
     answers = collect(core, long)
     stats = core.stats()
     assert stats["preemptions"] > 0 and stats["resumptions"] == stats["preemptions"]
@@ -161,7 +161,7 @@ def test_split_over_prefill_and_decode(model, requests, alone, cached):
         said = {r.request: Said([], [], "") for r in requests}
         by_name = {r.request: r for r in requests}
         for r in requests:
-            r.hashes = prefill.scheduler.hasher(b"").hashes(r.ids)
+            r.hashes = prefill.ledger.hasher(b"").hashes(r.ids)
             prefill.submit(r)
         done = []
         while prefill.has_work() or done or decode.has_work():

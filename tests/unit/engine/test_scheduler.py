@@ -71,9 +71,9 @@ def configs(draw):
 
 def check(core: EngineCore) -> None:
     core.pool.check(core.owners())
-    slots = [s.slot for s in core.scheduler.running]
-    assert sorted(slots + core.scheduler.free_slots) == list(range(core.config.max_num_seqs))
-    assert all(len(s.block_table) * BLOCK >= s.computed for s in core.scheduler.running)
+    slots = [s.slot for s in core.ledger.running]
+    assert sorted(slots + core.ledger.free_slots) == list(range(core.config.max_num_seqs))
+    assert all(len(s.block_table) * BLOCK >= s.computed for s in core.ledger.running)
 
 
 @PROFILE
@@ -96,7 +96,7 @@ def test_whatever_happens_every_request_ends_once_with_the_answer_it_gets_alone(
             assert core.cancel(name) != gone
             cancelled.add(name)
         if plan is None:
-            assert not core.scheduler.running, "something is running, and nothing can"
+            assert not core.ledger.running, "something is running, and nothing can"
             if not waiting and not core.has_work():
                 break
             continue
@@ -115,7 +115,7 @@ def test_whatever_happens_every_request_ends_once_with_the_answer_it_gets_alone(
         check(core)
     else:
         pytest.fail("no end in sight")
-    assert core.pool.used == 0 and not core.scheduler.live and not core.owners()
+    assert core.pool.used == 0 and not core.ledger.live and not core.owners()
     for r in todo:
         if r.request in cancelled:
             continue
@@ -245,7 +245,7 @@ def test_blocks_get_their_identity_only_when_their_last_token_is_committed():
     core.submit(request("r", PREFIX[:29], max_tokens=12, temperature=1.0))
     while core.has_work():
         plan = core.plan()
-        before = core.scheduler.running[0].computed if core.scheduler.running else 0
+        before = core.ledger.running[0].computed if core.ledger.running else 0
         assert len(core.pool.resident()) == before // BLOCK
         tokens = []
         for event in core.apply(plan, core.execute(plan)):
@@ -255,4 +255,4 @@ def test_blocks_get_their_identity_only_when_their_last_token_is_committed():
             assert core.pool.match([digest]) == [block] and len(parent) == 16
             core.pool.release([block])
     answer = alone("exact", request("r", PREFIX[:29], max_tokens=12, temperature=1.0))[0][0]
-    assert core.pool.resident() == core.scheduler.hasher(b"").hashes(PREFIX[:29] + answer)
+    assert core.pool.resident() == core.ledger.hasher(b"").hashes(PREFIX[:29] + answer)

@@ -1,8 +1,8 @@
-"""The engine: api.Engine over a scheduler (policy), a runner (tensors) and a block pool (memory).
+"""The engine: api.Engine over a scheduler, a runner, a postprocessor and the ledger that they share.
 
-    plan = engine.plan()                  # owner's thread
-    result = engine.execute(plan)         # model thread, or the same one
-    events = engine.apply(plan, result)   # owner's thread
+    plan = engine.plan()                  # owner's thread: schedule
+    result = engine.execute(plan)         # model thread, or the same one: run
+    events = engine.apply(plan, result)   # owner's thread: postprocess
 
 Roles differ in one thing: PREFILL stops at the prompt's last hidden vector and hands it over.
 """
@@ -16,6 +16,8 @@ from headrace.kv.pool import BlockPool
 
 from . import api
 from .batch import Model
+from .ledger import Ledger
+from .postprocess import Postprocessor
 from .runner import Runner
 from .scheduler import Scheduler
 from .sequence import Plan, Result
@@ -36,7 +38,9 @@ class EngineCore:
         holds = config.num_blocks * spec.block_tokens  # tokens: one sequence alone can always finish
         max_model_len = min(config.max_model_len or model.max_model_len, model.max_model_len, holds)
         self.config, self.pool = config, BlockPool(config.num_blocks)
-        self.scheduler = Scheduler(spec, config, self.pool, model.eos_token_ids, max_model_len, clock)
+        self.ledger = Ledger(spec, config, self.pool, max_model_len)
+        self.scheduler, self.postprocessor = Scheduler(self.ledger), Postprocessor(self.ledger, model.eos_token_ids)
+        self._clock = clock
         self.runner = Runner(model, config.num_blocks, config.max_num_seqs, kv_buffer)
         self.info = api.EngineInfo(
             kind=getattr(model, "kind", "v41"),
@@ -61,20 +65,20 @@ class EngineCore:
 
     def submit(self, request: api.EngineRequest) -> None:
         self._check_ids(request.ids)
-        self.scheduler.submit(request)
+        self.ledger.enqueue(self.ledger.new_sequence(request, list(request.ids)))
 
     def reserve(self, request: str, hashes: Sequence[bytes], prompt_tokens: int) -> api.Reservation | None:
-        scheduler = self.scheduler
-        if not scheduler.free_slots or scheduler.waiting:  # what was preempted, and what came first, goes first
+        ledger = self.ledger
+        if not ledger.free_slots or ledger.waiting:  # what was preempted, and what came first, goes first
             return None
         block = self.info.block_tokens
         resident = self.pool.match(hashes[: prompt_tokens // block]) if self.config.prefix_caching else []
         needed = -(-prompt_tokens // block) - len(resident)
-        blocks = self.pool.allocate(needed) if scheduler.room(needed) else None
+        blocks = self.pool.allocate(needed) if ledger.room(needed) else None
         if blocks is None:
             self.pool.release(resident)
             return None
-        reservation = api.Reservation(request, len(resident), blocks, scheduler.free_slots.pop())
+        reservation = api.Reservation(request, len(resident), blocks, ledger.free_slots.pop())
         self._reserved[reservation.slot] = (reservation, resident)
         return reservation
 
@@ -92,16 +96,16 @@ class EngineCore:
                 f"request {request.request!r}: the hidden vector has {len(handoff.hidden)} bytes; this model's has "
                 f"{self.info.hidden_bytes}"
             )
-        sequence = self.scheduler.new_sequence(request, ids)
+        sequence = self.ledger.new_sequence(request, ids)
         del self._reserved[reservation.slot]
-        self.scheduler.admit(sequence, reservation.slot, blocks, len(resident), handoff)
+        self.ledger.admit(sequence, reservation.slot, blocks, len(resident), handoff)
 
     def abandon(self, reservation: api.Reservation) -> None:
         entry = self._reserved.get(reservation.slot)
         if entry is not None and entry[0] is reservation:
             del self._reserved[reservation.slot]
             self.pool.release(entry[1])
-            self.scheduler.free_slots.append(reservation.slot)
+            self.ledger.free_slots.append(reservation.slot)
 
     def add_snapshot(self, key: bytes, position: int, state: bytes) -> None:
         """A record that is not one of this layout at this position is counted (`snapshots_rejected`) and dropped."""
@@ -110,27 +114,27 @@ class EngineCore:
         except ValueError:
             good = False
         if good:
-            self.scheduler.snapshots.add(key, bytes(state))
+            self.ledger.snapshots.add(key, bytes(state))
         else:
-            self.scheduler.counters["snapshots_rejected"] += 1
+            self.ledger.counters["snapshots_rejected"] += 1
 
     def has_snapshot(self, key: bytes) -> bool:
-        return key in self.scheduler.snapshots
+        return key in self.ledger.snapshots
 
     def release(self, request: str) -> None:
-        self.scheduler.release(request)
+        self.ledger.release(request)
 
     def cancel(self, request: str) -> bool:
-        return self.scheduler.cancel(request)
+        return self.ledger.cancel(request)
 
     # ------------------------------------------------------------ steps
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return self.ledger.has_work()
 
     def plan(self) -> Plan | None:
         began = time.perf_counter()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self._clock())
         self._meter.add("schedule", time.perf_counter() - began)
         return plan
 
@@ -142,12 +146,12 @@ class EngineCore:
 
     def apply(self, plan: Plan, result: Result) -> list[api.Event]:
         began = time.perf_counter()
-        events = self.scheduler.commit(plan, result)
+        events = self.postprocessor.commit(plan, result)
         self._meter.step(plan, result, time.perf_counter() - began)
         return events
 
     def fail(self, plan: Plan | None, error: BaseException) -> list[api.Event]:
-        return self.scheduler.abort(plan, "internal", f"the engine's step failed: {error!r}")
+        return self.postprocessor.abort(plan, "internal", f"the engine's step failed: {error!r}")
 
     def step(self) -> list[api.Event] | None:
         """Plan, execute and apply in this thread. None when nothing can run."""
@@ -166,26 +170,26 @@ class EngineCore:
     # ------------------------------------------------------------ what is known
 
     def owners(self) -> dict[int, int]:
-        out = self.scheduler.owners()
+        out = self.ledger.owners()
         for reservation, resident in self._reserved.values():
             for block in resident + reservation.blocks:
                 out[block] = out.get(block, 0) + 1
         return out
 
     def stats(self) -> dict[str, float]:
-        scheduler = self.scheduler
-        waiting = sum(s.prompt_len for s in scheduler.waiting if s.image is None)
+        ledger = self.ledger
+        waiting = sum(s.prompt_len for s in ledger.waiting if s.image is None)
         return {
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            "pinned": len(scheduler.pinned),
+            "running": len(ledger.running),
+            "waiting": len(ledger.waiting),
+            "pinned": len(ledger.pinned),
             "reserved": len(self._reserved),
-            "queued_tokens": waiting + sum(max(0, s.prompt_len - s.computed) for s in scheduler.running),
-            "free_slots": len(scheduler.free_slots),
-            "snapshots": len(scheduler.snapshots),
-            "snapshot_bytes": scheduler.snapshots.bytes,
-            "swapped_bytes": scheduler.swapped_bytes,
-            **scheduler.counters,
+            "queued_tokens": waiting + sum(max(0, s.prompt_len - s.computed) for s in ledger.running),
+            "free_slots": len(ledger.free_slots),
+            "snapshots": len(ledger.snapshots),
+            "snapshot_bytes": ledger.snapshots.bytes,
+            "swapped_bytes": ledger.swapped_bytes,
+            **ledger.counters,
             **self._meter.read(),
         }
 

@@ -45,6 +45,7 @@ class Sequence:
     hashes: list[bytes]  # of its full blocks, as far as they are known
     arrival: int
     choice: int = 0
+    prefill_only: bool = False  # ends with its prompt's last hidden vector
     status: Status = Status.WAITING
     prompt_len: int = 0
     max_len: int = 0  # ids at most, by max_tokens and by the model
@@ -102,6 +103,7 @@ class Row:
     sequence: Sequence
     segment: Segment
     pack: bool = False  # the packed state at segment.stop
+    snapshot: bool = False  # ... is to be kept as a snapshot
     hidden: bool = False  # the last row's hidden vector as fp32 bytes
 
 
