@@ -6,6 +6,7 @@ The public names live here; submodules hold the protocols (`protocol`), the outp
 from .conversation import Conversation, ImageSource, Message, ToolCall, ToolDefinition
 from .encoding import Encoding, SegmentCache
 from .render import Rendered
+from .replay import ReplayCache
 from .tokenizer import Tokenizer, v41_tokenizer_json
 from .tokens import DEFAULT_TOKENS, V41_TOKENS, SpecialTokens
 
@@ -17,6 +18,7 @@ __all__ = [
     "ImageSource",
     "Message",
     "Rendered",
+    "ReplayCache",
     "SegmentCache",
     "SpecialTokens",
     "Tokenizer",

@@ -10,7 +10,8 @@ from array import array
 from collections import OrderedDict
 
 from .conversation import Conversation
-from .render import Rendered, template
+from .render import CallTurn, Rendered, template
+from .replay import ReplayCache, Turn
 from .tokenizer import Tokenizer
 from .tokens import DEFAULT_TOKENS, V41_TOKENS, SpecialTokens
 
@@ -77,15 +78,38 @@ class Encoding:
         """The prompt as text, special ranges and images."""
         return self._template.render(conversation)
 
-    def encode(self, conversation: Conversation, namespace: bytes = b"") -> "array[int]":
-        """Token ids. Cached segments are shared within `namespace` only.
+    def encode(
+        self, conversation: Conversation, namespace: bytes = b"", replay: ReplayCache | None = None
+    ) -> "array[int]":
+        """Token ids. Cached segments are shared within `namespace` only, and so are turns that `replay` remembers.
 
         Raises RuntimeError without a tokenizer, or when it lacks a special token that the template writes.
         """
-        return self.encode_rendered(self.render(conversation), namespace)
+        return self.encode_rendered(self.render(conversation), namespace, replay)
 
-    def encode_rendered(self, rendered: Rendered, namespace: bytes = b"") -> "array[int]":
+    def encode_rendered(
+        self, rendered: Rendered, namespace: bytes = b"", replay: ReplayCache | None = None
+    ) -> "array[int]":
         """Token ids of a rendered prompt."""
+        ids = array("I")
+        at = 0
+        for turn in rendered.turns if replay is not None else ():
+            found = replay.find(namespace, turn.message)
+            if found is None or not self._repeats(rendered, turn, found):
+                continue
+            ids += self._encode_pieces(rendered.slice(at, turn.start + 1), namespace)
+            ids += found.ids
+            at = turn.end
+        return ids + self._encode_pieces(rendered.slice(at) if at else rendered, namespace)
+
+    def _repeats(self, rendered: Rendered, turn: CallTurn, found: Turn) -> bool:
+        """Whether the template shows the turn as it was sampled: after the same token, with the same reasoning."""
+        tokens = self.special_tokens
+        if not found.thinking:
+            return rendered.pieces[turn.start] == tokens.thinking_end
+        return rendered.pieces[turn.start] == tokens.thinking_start and turn.message.reasoning_content == found.reasoning
+
+    def _encode_pieces(self, rendered: Rendered, namespace: bytes) -> "array[int]":
         ids = array("I")
         specials = self._special_ids(rendered)
         gaps = rendered.gaps()
@@ -97,7 +121,9 @@ class Encoding:
             ids += self._gap(gaps[-1], namespace)
         return ids
 
-    async def encode_async(self, conversation: Conversation, namespace: bytes = b"") -> "array[int]":
+    async def encode_async(
+        self, conversation: Conversation, namespace: bytes = b"", replay: ReplayCache | None = None
+    ) -> "array[int]":
         """`encode` that works in a thread when much text is new, so that the event loop stays free."""
         rendered = self.render(conversation)
         entries = self.cache._entries
@@ -108,7 +134,7 @@ class Encoding:
             for gap in fresh:
                 ids = await loop.run_in_executor(None, tokenizer.encode_long, gap)
                 self.cache.put((namespace, gap), array("I", ids))
-        return self.encode_rendered(rendered, namespace)
+        return self.encode_rendered(rendered, namespace, replay)
 
     def _gap(self, gap: str, namespace: bytes) -> "array[int]":
         key = (namespace, gap)

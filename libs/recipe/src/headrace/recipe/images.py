@@ -112,13 +112,14 @@ def _tokens(width: int, height: int) -> int:
 
 
 def _grow(width: int, height: int) -> tuple[int, int]:
-    """Up to at least 544 x 544 pixels of area, sides rounded up to whole patches."""
+    """Up to about 544 x 544 pixels of area, sides rounded up to whole patches, until that changes nothing more."""
     while True:
+        before = width, height
         if width * height < _MIN_AREA:
             scale = math.sqrt(_MIN_AREA / (width * height))
             width, height = max(1, int(width * scale)), max(1, int(height * scale))
         width, height = math.ceil(width / _PATCH) * _PATCH, math.ceil(height / _PATCH) * _PATCH
-        if width * height >= _MIN_AREA:
+        if width * height >= _MIN_AREA or (width, height) == before:
             return width, height
 
 

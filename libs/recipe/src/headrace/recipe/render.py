@@ -5,6 +5,7 @@ caller that spells a token stays text, which is what `special_ranges` records an
 """
 
 import json
+from bisect import bisect_left
 from importlib import resources
 from itertools import accumulate
 
@@ -25,6 +26,7 @@ class Rendered(msgspec.Struct):
     pieces: list[str]
     special_indexes: list[int]  # ascending, into `pieces`
     image_sources: list[ImageSource]
+    turns: list["CallTurn"] = []
 
     @property
     def prompt(self) -> str:
@@ -36,6 +38,12 @@ class Rendered(msgspec.Struct):
         """Code point ranges of `prompt` that are special tokens."""
         ends = list(accumulate(map(len, self.pieces)))
         return [(ends[i] - len(self.pieces[i]), ends[i]) for i in self.special_indexes]
+
+    def slice(self, start: int, end: int | None = None) -> "Rendered":
+        """Pieces `start` to `end` as a prompt of their own."""
+        first = bisect_left(self.special_indexes, start)
+        last = None if end is None else bisect_left(self.special_indexes, end, first)
+        return Rendered(self.pieces[start:end], [i - start for i in self.special_indexes[first:last]], [])
 
     def gaps(self) -> list[str]:
         """The plain text before, between and after the special tokens: one entry more than there are specials."""
@@ -49,6 +57,14 @@ class Rendered(msgspec.Struct):
     def specials(self) -> list[str]:
         """The special tokens in order."""
         return [self.pieces[i] for i in self.special_indexes]
+
+
+class CallTurn(msgspec.Struct):
+    """An assistant turn with calls: pieces `start` (the token that opens or closes thinking) to `end` (its EOS)."""
+
+    message: Message
+    start: int
+    end: int
 
 
 class Template:
@@ -74,7 +90,7 @@ class Template:
         """Write `conversation` as this model's prompt."""
         writer = _Writer()
         self._render(writer, conversation)
-        return Rendered(writer.pieces, writer.specials, writer.images)
+        return Rendered(writer.pieces, writer.specials, writer.images, writer.turns)
 
     def _render(self, w: "_Writer", conversation: Conversation) -> None:
         raise NotImplementedError
@@ -256,6 +272,7 @@ class V41Template(Template):
     def _assistant(self, w: "_Writer", message: Message, thinking: bool, keep: bool, opens: bool) -> None:
         tokens, prefix = self.tokens, message.prefix
         w.special(tokens.assistant)
+        start = len(w.pieces)
         shown = thinking and (keep or (prefix and not opens))
         if shown:
             w.special(tokens.thinking_start)
@@ -266,6 +283,8 @@ class V41Template(Template):
         if message.tool_calls:
             self._tool_calls(w, message.tool_calls)
         if not prefix:
+            if message.tool_calls:
+                w.turns.append(CallTurn(message, start, len(w.pieces)))
             w.special(tokens.eos)
 
 
@@ -317,6 +336,7 @@ class V4Template(Template):
     def _assistant(self, w: "_Writer", message: Message, thinking: bool, keep: bool, last: bool) -> None:
         tokens = self.tokens
         w.special(tokens.assistant)
+        start = len(w.pieces)
         reasoning = message.reasoning_content if keep or message.prefix else None
         continues_reasoning = message.prefix and thinking and not message.content
         if reasoning is not None:
@@ -328,6 +348,8 @@ class V4Template(Template):
         if message.tool_calls is not None:
             self._tool_calls(w, sorted(message.tool_calls, key=lambda call: call.id))
         if not (message.prefix and last):
+            if message.tool_calls:
+                w.turns.append(CallTurn(message, start, len(w.pieces)))
             w.special(tokens.eos)
 
 
@@ -351,12 +373,13 @@ def template(version: str, tokens: SpecialTokens) -> Template:
 class _Writer:
     """Pieces of a prompt, in order."""
 
-    __slots__ = ("images", "pieces", "specials", "text")
+    __slots__ = ("images", "pieces", "specials", "text", "turns")
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
         self.specials: list[int] = []
         self.images: list[ImageSource] = []
+        self.turns: list[CallTurn] = []
         self.text = self.pieces.append
 
     def special(self, token: str) -> None:

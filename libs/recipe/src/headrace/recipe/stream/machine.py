@@ -15,13 +15,16 @@ from ..tokens import SpecialTokens
 from .options import ParsingOptions
 
 # Actions of a segment.
-CONTENT, SPACE, REASONING, SKIP, NAME, NAME_END, LABEL, STRING, VERBATIM, CALL_END, STOP = range(11)
+CONTENT, SPACE, REASONING, SKIP, NAME, NAME_END, LABEL, STRING, VERBATIM, CALL_END, STOP, MARKUP = range(12)
 
 THINK_END_MARK, DSML_MARK = "\ud801", "\ud802"  # control tokens in an output of token ids
 
 
 class Segment(NamedTuple):
-    """`length` characters to treat as `action`; `label` is text to emit for LABEL and CALL_END, the match for STOP."""
+    """`length` characters to treat as `action`; `label` is text to emit for LABEL and CALL_END, the match for STOP.
+
+    MARKUP is what SKIP is for text inside a tool block, when repairs want to see it.
+    """
 
     action: int
     length: int
@@ -55,7 +58,8 @@ class Machine:
     def __init__(self, options: ParsingOptions, *, marks: bool):
         """`marks`: control tokens arrive as `THINK_END_MARK` and `DSML_MARK`, not as text."""
         self._states = _states(
-            options.special_tokens, tuple(options.stop_sequences), options.parse_tool_calls, options.parse_json_output, marks
+            options.special_tokens, tuple(options.stop_sequences), options.parse_tool_calls, options.parse_json_output,
+            options.repair, marks,
         )
         self._enter(_initial(options))
 
@@ -182,17 +186,19 @@ def _initial(options: ParsingOptions) -> str:
 
 @lru_cache(maxsize=1024)  # few requests differ in these, and building the table costs more than reading a short output
 def _states(
-    tokens: SpecialTokens, stop_sequences: tuple[str, ...], parse_tool_calls: bool, parse_json_output: bool, marks: bool
+    tokens: SpecialTokens, stop_sequences: tuple[str, ...], parse_tool_calls: bool, parse_json_output: bool, repair: bool,
+    marks: bool,
 ) -> dict[str, State]:
     think_end = THINK_END_MARK if marks else tokens.thinking_end
     dsml = DSML_MARK if marks else tokens.dsml
     close = f"</{dsml}"
     stops = [Marker(stop, STOP, "finished", stop) for stop in stop_sequences if stop]
-    tools = [Marker(f"<{dsml}", SKIP, "tools", newlines=True)] if parse_tool_calls else []
+    tools = [Marker(f"<{dsml}", MARKUP if repair else SKIP, "tools", newlines=True)] if parse_tool_calls else []
     fences = [Marker("```json\n", SKIP, "json"), Marker("```\n", SKIP, "json")]
     fences += [Marker(bracket, LABEL, "json", bracket) for bracket in "{["]
     content = [*(fences if parse_json_output else stops), *tools, Marker(think_end, SKIP, "content")]
     reasoning = [*tools, Marker(think_end, SKIP, "content_start", newlines=True)]
+    markup = MARKUP if repair else SKIP
     other = SPACE if parse_json_output else CONTENT
     states = [
         State("content_start", tuple(content), other, True),
@@ -201,11 +207,11 @@ def _states(
         State("reasoning", tuple(reasoning), REASONING),
         State("json", (*stops, Marker("\n```", SKIP, "after_json")), CONTENT),
         State("after_json", tuple(tools), SPACE),
-        State("tools", (Marker('invoke name="', SKIP, "name"), Marker(f"{close}tool_calls>", SKIP, "finished"),
-                        Marker(f"{close} calls>", SKIP, "finished")), SKIP),
+        State("tools", (Marker('invoke name="', markup, "name"), Marker(f"{close}tool_calls>", markup, "finished"),
+                        Marker(f"{close} calls>", markup, "finished")), markup),
         State("name", (Marker('"', NAME_END, "first_argument"),), NAME),
         State("first_argument", (Marker("parameter name=", LABEL, "key", "{"),
-                                 Marker(close, CALL_END, "tools", "{}")), SKIP),
+                                 Marker(close, CALL_END, "tools", "{}")), markup),
         State("argument", (Marker("parameter name=", LABEL, "key", ", "), Marker(close, CALL_END, "tools", "}")), SKIP),
         State("key", (Marker(" ", LABEL, "type", ": "),), VERBATIM),
         State("type", (Marker('true">', LABEL, "string", '"'), Marker('false">', SKIP, "verbatim")), SKIP),

@@ -20,6 +20,7 @@ from .machine import (
     CONTENT,
     DSML_MARK,
     LABEL,
+    MARKUP,
     NAME,
     NAME_END,
     REASONING,
@@ -33,13 +34,14 @@ from .machine import (
     Segment,
 )
 from .options import ParsingOptions
+from .repair import Repair
 
 FinishReason = Literal["stop", "length", "content_filter"]
 # Logprob of a sampled token and its alternatives (id, logprob).
 TokenLogprob = tuple[float, list[tuple[int, float]]]
 Logprob = tuple[int, float, list[tuple[int, float]]]  # with the sampled id
 
-_TEXT = {CONTENT, SPACE, REASONING, STRING, VERBATIM, NAME}
+_TEXT = {CONTENT, SPACE, REASONING, STRING, VERBATIM, NAME, MARKUP}
 _MERGED = _TEXT | {SKIP}
 MAX_PENDING = 1024  # ids that may wait for the end of a character
 _ALPHANUMERIC = string.ascii_letters + string.digits
@@ -119,6 +121,7 @@ class StreamParser:
         self.kept_tokens = 0  # completion tokens up to and with the one that completed the stop sequence
         self.finished = False
         self.repairs: list[str] = []
+        self._repair = Repair() if parsing.repair else None
         self.saw_ids = False
         self.reasoning_tokens = 0
         self._machine: Machine | None = None
@@ -191,8 +194,23 @@ class StreamParser:
             self._advance(machine, self._flush_pending(), events)
         if self._machine is not None:
             self._resolve(self._machine.finish(), events)
+        if self._repair is not None:
+            self._finish_repairs(reason, events)
         self.finished = True
         return events
+
+    def _finish_repairs(self, reason: FinishReason, events: list[Event]) -> None:
+        """Close what the model left open; only when it ended by itself, a cut output stays cut."""
+        repair = self._repair
+        if repair.open is not None:
+            text = repair.end(complete=False, mend=reason == "stop")
+            events.append(Event("tool_arguments", text, repair.open))
+            events.append(Event("tool_end", index=repair.open))
+            repair.open = None
+        elif not self.tool_calls and repair.markup:
+            repair.repairs.append("block_without_call")
+            events.append(Event("content", "".join(repair.markup)))
+        self.repairs = repair.repairs
 
     def _start(self, *, ids: bool) -> Machine:
         if self.finished:
@@ -318,19 +336,21 @@ class StreamParser:
         else:
             self._argument(label, events)
             if action == CALL_END:
-                events.append(Event("tool_end", index=self.tool_calls - 1))
+                self._end_call(events)
 
     def _tell_text(self, action: int, text: str, logprobs: list[Logprob] | None, events: list[Event]) -> None:
         if action == SPACE:
             text = " "
         elif self.saw_ids and not text.isascii():
-            text = self._spell(text)
+            text = self._spell(text)  # marks in the text become the spelling of their tokens
         if action == CONTENT or action == SPACE:
             events.append(Event("content", text, logprobs=logprobs))
         elif action == REASONING:
             events.append(Event("reasoning", text, logprobs=logprobs))
         elif action == NAME:
             self._name.append(text)
+        elif action == MARKUP:
+            self._repair.markup.append(text)
         else:
             self._argument(quote(text)[1:-1] if action == STRING else text, events)
 
@@ -339,9 +359,21 @@ class StreamParser:
         self.tool_calls += 1
         name = "".join(self._name)
         self._name.clear()
+        if self._repair is not None:
+            name = self._repair.begin(index, name)
         events.append(Event("tool_start", index=index, id=self._call_id(index), name=name))
 
+    def _end_call(self, events: list[Event]) -> None:
+        index = self.tool_calls - 1
+        if self._repair is not None:
+            events.append(Event("tool_arguments", self._repair.end(complete=True, mend=True), index))
+            self._repair.open = None
+        events.append(Event("tool_end", index=index))
+
     def _argument(self, text: str, events: list[Event]) -> None:
+        if self._repair is not None:
+            self._repair.arguments.append(text)
+            return
         events.append(Event("tool_arguments", text, self.tool_calls - 1))
 
     def _spell(self, text: str) -> str:
