@@ -16,7 +16,9 @@ from .cache import Codecs, Entries, V41StatePool
 from .layers import Linear, RMSNorm, RopeTable, linear, rotate
 from .rows import Group, Rows
 
-SCORE_ELEMENTS = 1 << 22  # query rows are scored in tiles of about this many (row, head, key) products
+# Query rows are scored in tiles: at most so many (row, head, key) products, and so few rows that a tile's first row does
+# not wait for many keys that only its last row sees.
+SCORE_ELEMENTS, SCORE_ROWS = 1 << 22, 128
 
 
 # ------------------------------------------------------------------ maths
@@ -245,22 +247,25 @@ class Indexer(nn.Module):
         part, shape = slice(group.begin, group.end), (group.segments, group.length)
         q = q[part].view(*shape, *q.shape[1:])
         weights, seen = weights[part].view(*shape, -1), visible[part].view(shape)
-        step = max(1, SCORE_ELEMENTS // (group.segments * c.index_n_heads * keys.shape[1]))
+        step = max(1, min(SCORE_ROWS, SCORE_ELEMENTS // (group.segments * c.index_n_heads * keys.shape[1])))
         chosen, candidates = [], []
         allowed = shared.candidates.get(group.begin) if c.uses_candidates(layer) else None
         entry = torch.arange(keys.shape[1], device=keys.device)
+        blocks_in_all = -(-keys.shape[1] // c.candidate_block_size)
         for start in range(0, group.length, step):
             part = slice(start, start + step)
-            scores = index_scores(q[:, part], keys, weights[:, part])
-            scores = scores.masked_fill_(entry >= seen[:, part, None], -torch.inf).flatten(0, 1)
+            reach = min(-(-int(seen[:, part].max()) // 64) * 64, keys.shape[1])  # no row of the tile sees more
+            scores = index_scores(q[:, part], keys[:, :reach], weights[:, part])
+            scores = scores.masked_fill_(entry[:reach] >= seen[:, part, None], -torch.inf).flatten(0, 1)
             if layer == c.candidate_source_layer_id:
                 blocks = candidate_blocks(
                     scores, seen[:, part].flatten(), c.candidate_topk_blocks, c.candidate_block_size
                 )
-                candidates.append(blocks.view(group.segments, -1, blocks.shape[1]))
+                blocks = nn.functional.pad(blocks, (0, blocks_in_all - blocks.shape[1]))
+                candidates.append(blocks.view(group.segments, -1, blocks_in_all))
             if allowed is not None:
                 blocks = allowed[:, part].flatten(0, 1).repeat_interleave(c.candidate_block_size, dim=1)
-                scores = scores.masked_fill_(~blocks[:, : scores.shape[1]], -torch.inf)
+                scores = scores.masked_fill_(~blocks[:, :reach], -torch.inf)
             chosen.append(_ascending(scores, c.index_topk).view(group.segments, -1, c.index_topk))
         if candidates:
             shared.candidates[group.begin] = torch.cat(candidates, dim=1)
