@@ -372,3 +372,17 @@ def test_admission_leaves_a_block_of_growth_to_each_running_sequence():
     assert core.reserve("other", [], 8) is None, "what came first goes first"
     assert core.cancel("large") and core.reserve("other", [], 48) is None
     assert core.reserve("other", [], 40) is not None
+
+
+def test_a_postprocessor_that_breaks_leaves_the_books_whole(monkeypatch):
+    core = _filled(engine(), [request("a", IDS[:9]), request("b", IDS[20:31]), request("gone", IDS[40:50])])
+    plan = core.plan()
+    core.cancel("gone")
+    result = core.execute(plan)
+    monkeypatch.setattr(core.postprocessor, "_append", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        core.apply(plan, result)
+    events = core.fail(plan, ZeroDivisionError())
+    assert {e.request for e in events if isinstance(e, api.Failed)} == {"a", "b"}
+    assert core.pool.used == 0 and core.stats()["free_slots"] == 4 and not core.has_work()
+    core.pool.check(core.owners())

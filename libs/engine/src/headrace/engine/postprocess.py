@@ -1,7 +1,7 @@
 """What becomes of a step's results: positions move, blocks get their identity, tokens are judged, the ended leave.
 
-The last part of a step, after scheduler and runner; its product is events. Pure Python. What was cancelled while the step ran is
-thrown away here, and its memory is free from here on.
+The last part of a step, after scheduler and runner; its product is events. Pure Python. What was cancelled while the step ran
+is thrown away here, and its memory is free from here on.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Postprocessor:
     def _leave_step(self, plan: Plan) -> None:
         for sequence in plan.sequences():
             sequence.in_step = False
-            if sequence.dropped:
+            if sequence.dropped and sequence.status is not Status.ENDED:
                 self.ledger.end(sequence)
 
     def _reject(self, restore: Restore, message: str) -> None:

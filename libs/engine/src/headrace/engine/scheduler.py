@@ -1,8 +1,8 @@
 """Who runs which rows in the next step. Pure Python: no tensors, no model, no thread.
 
 Decodes first, one row each; then prompts that have begun; then the queue, strictly in order, while there are rows, slots and
-blocks. Order of service is (priority, arrival). A sequence that needs a block which nobody can give makes the last one behind it
-leave: its state and blocks are saved to host memory (`Image`) and it returns to the queue, to be resumed exactly there.
+blocks. Order of service is (priority, arrival). A sequence that needs a block which nobody can give makes the last one behind
+it leave: its state and blocks are saved to host memory (`Image`) and it returns to the queue, to be resumed exactly there.
 """
 
 from __future__ import annotations
