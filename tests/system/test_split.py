@@ -6,34 +6,16 @@ import asyncio
 import random
 import signal
 import time
-from array import array
 
 import pytest
 
 from headrace.bus import Settings
 from headrace.bus import messages as m
-from headrace.engine import api
 from headrace.kv.hashing import BlockHasher
-from headrace.worker.sim import SimConfig, SimEngine
-from headrace.worker.testing import NAMESPACE, Cluster, TestGateway
+from headrace.worker.sim import SimConfig
+from headrace.worker.testing import NAMESPACE, Cluster, TestGateway, sim_answer
 
 SIM = ("--engine", "sim", "--max-num-batched-tokens", "1024", "--max-num-seqs", "32")
-
-
-def one_process(ids, config: SimConfig | None = None, **sampling) -> tuple[list[list[int]], list[str]]:
-    """What the simulated engine says when nothing is split."""
-    engine = SimEngine(config or SimConfig())
-    hashes = BlockHasher(engine.info.layout_id, NAMESPACE).hashes(ids)
-    engine.submit(api.EngineRequest("r", array("I", ids), hashes, api.SamplingParams(**sampling), NAMESPACE))
-    n = sampling.get("n", 1)
-    out, finish = [[] for _ in range(n)], [""] * n
-    while engine.has_work():
-        plan = engine.plan()
-        for event in engine.apply(plan, engine.execute(plan)):
-            if isinstance(event, api.Tokens):
-                out[event.choice] += event.ids
-                finish[event.choice] = event.finish
-    return out, finish
 
 
 def prompts(count: int, seed: int = 1, longest: int = 900) -> list[list[int]]:
@@ -61,7 +43,7 @@ async def test_split_equals_one_process_and_no_tensor_rides_on_the_bus(transport
                 seed, ids = todo.pop()
                 sampling = {"max_tokens": 1 + seed * 7 % 200, "seed": seed, "n": 1 + seed % 3, "logprobs": 1}
                 result = await cluster.gateway.generate(ids, m.Sampling(**sampling))
-                assert (result.ids, result.finish) == one_process(ids, **sampling), result
+                assert (result.ids, result.finish) == sim_answer(ids, **sampling), result
                 usage = result.usage
                 assert usage.prompt_tokens == usage.cached_tokens + usage.computed_rows == len(ids)
                 assert usage.completion_tokens == sampling["max_tokens"] * sampling["n"]
@@ -82,10 +64,10 @@ async def test_split_equals_one_process_and_no_tensor_rides_on_the_bus(transport
         assert moved > 50 * 131072
 
 
-async def test_stops_and_first_tokens_are_those_of_one_process():
+async def test_stops_and_first_tokens_are_those_of_sim_answer():
     """max_tokens 1 and 2, min_tokens, EOS first, stop ids, text stops: the same answer, and usage that fits."""
     ids = [7, 8, 9]
-    config = SimConfig(echo=True)
+    config = SimConfig(echo=True, num_blocks=16)
     async with Cluster() as cluster:
         await asyncio.gather(*(cluster.start(role, *SIM, "--sim-echo") for role in ("decode", "prefill")))
         for prompt in (ids, [1, 7]):  # the second one's answer begins with EOS
@@ -96,7 +78,7 @@ async def test_stops_and_first_tokens_are_those_of_one_process():
                             continue
                         sampling = {"max_tokens": max_tokens, "min_tokens": min_tokens, "stop_token_ids": stop}
                         result = await cluster.gateway.generate(prompt, m.Sampling(**sampling))
-                        assert (result.ids, result.finish) == one_process(prompt, config, **sampling), sampling
+                        assert (result.ids, result.finish) == sim_answer(prompt, config, **sampling), sampling
                         assert result.usage.completion_tokens <= max_tokens and result.usage.cached_tokens == 0
         result = await cluster.gateway.generate([5], m.Sampling(max_tokens=0))
         assert result.refused.code == "invalid" and "max_tokens must be at least 1; got 0" in result.refused.message
@@ -124,7 +106,7 @@ async def test_lost_output_is_asked_for_again():
             *(cluster.gateway.generate([i], m.Sampling(max_tokens=40, logprobs=0)) for i in range(10))
         )
         for i, result in enumerate(results):
-            assert result.ids == one_process([i], max_tokens=40)[0] and len(result.logprobs[0]) == 40, result
+            assert result.ids == sim_answer([i], max_tokens=40)[0] and len(result.logprobs[0]) == 40, result
         assert sum(r.gaps for r in results) > 5
         assert (await cluster.metrics(decode))["headrace_decode_resumed_total"] >= sum(r.gaps for r in results)
 

@@ -179,7 +179,9 @@ class KvStoreClient:
             handle = ""  # released inside
             if out.blocks or out.snapshots:
                 self.counters["hits"] += 1
-                self._note(request, "prefill.fetched", started, blocks=len(out.blocks), bytes=out.nbytes, snapshots=out.snapshots)
+                self._note(
+                    request, "prefill.fetched", started, blocks=len(out.blocks), bytes=out.nbytes, snapshots=out.snapshots
+                )
             return out
         except (BusError, TransferError, OSError, TimeoutError) as error:
             self._failed("fetch_failures", error)

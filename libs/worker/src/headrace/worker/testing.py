@@ -28,9 +28,28 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.bus import BusError, NoResponder, Peers, Prober, Service, Settings, subjects
 from headrace.bus import messages as m
 from headrace.bus.testing import NatsServer
+from headrace.engine import api
 from headrace.kv.hashing import BlockHasher
 
+from .sim import SimConfig, SimEngine
+
 NAMESPACE = b"test-namespace.."
+
+
+def sim_answer(ids: Sequence[int], config: SimConfig | None = None, **sampling: Any) -> tuple[list[list[int]], list[str]]:
+    """What the simulated engine says when nothing is split: (ids, finish) of each choice."""
+    engine = SimEngine(config or SimConfig(num_blocks=64 + len(ids) // 128, block_bytes=16, state_bytes=16))
+    params = api.SamplingParams(**sampling)
+    hashes = BlockHasher(engine.info.layout_id, NAMESPACE).hashes(ids)
+    engine.submit(api.EngineRequest("r", array("I", ids), hashes, params, NAMESPACE))
+    out, finish = [[] for _ in range(params.n)], [""] * params.n
+    while engine.has_work():
+        plan = engine.plan()
+        for event in engine.apply(plan, engine.execute(plan)):
+            if isinstance(event, api.Tokens):
+                out[event.choice] += event.ids
+                finish[event.choice] = event.finish
+    return out, finish
 
 
 @dataclass
