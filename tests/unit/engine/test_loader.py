@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from headrace.engine.checkpoint import INDEX, Checkpoint, CheckpointError
 from headrace.engine.config import ConfigError
 from headrace.engine.loader import load_model
-from headrace.engine.make_checkpoint import make_checkpoint
+from headrace.engine.make_checkpoint import PRESETS, make_checkpoint, write_checkpoint
 from headrace.kv.hashing import BlockHasher
 
 
@@ -197,6 +197,22 @@ def test_engram_tables_and_embeddings_stay_in_the_file(good):
     scale = 2.0 ** (checkpoint.tensor("layers.1.engram.embed.scale").view(torch.uint8).double() - 127)
     want = (table.unflatten(1, (-1, 32)) * scale.unsqueeze(-1)).flatten(1).float()
     assert torch.equal(model.layers[1].engram.read_rows(rows), want[torch.from_numpy(rows)])
+
+
+def test_draft_and_vision_tensors_are_checked_when_declared(tmp_path):
+    draft = {
+        "num_nextn_predict_layers": 2, "dspark_target_layer_ids": [6, 7], "dspark_markov_rank": 16,
+        "dspark_n_routed_experts": 4, "compress_ratios": [*PRESETS["w16"]["compress_ratios"], 0, 0],
+    }  # fmt: skip
+    vision = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    path = write_checkpoint(PRESETS["w16"] | draft, 0, tmp_path, vision=vision)
+    load_model(path)
+    rewrite(path, "aligner.w1.bias", lambda t: t[:-1])
+    with pytest.raises(CheckpointError, match="aligner.w1.bias has shape"):
+        load_model(path)
+    rewrite(path, "mtp.1.markov_head.embed.weight", lambda t: None)
+    with pytest.raises(CheckpointError, match="mtp.1.markov_head.embed.weight .* is missing"):
+        load_model(path)
 
 
 def test_bf16_weights(good):

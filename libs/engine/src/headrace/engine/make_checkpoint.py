@@ -83,13 +83,18 @@ def make_checkpoint(preset: str, seed: int, out: str | Path, *, tokenizer_json: 
 
 
 def write_checkpoint(
-    text: dict[str, Any], seed: int, out: str | Path, *, tokenizer_json: dict[str, Any] | None = None
+    text: dict[str, Any],
+    seed: int,
+    out: str | Path,
+    *,
+    tokenizer_json: dict[str, Any] | None = None,
+    vision: dict[str, Any] | None = None,
 ) -> Path:
-    """Write a random checkpoint with these text_config keys (over the common ones)."""
+    """Write a random checkpoint with these text_config keys (over the common ones) and this vision_config, if any."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = json.dumps(tokenizer_json or small_tokenizer_json(), ensure_ascii=False, indent=1)
-    data = config_json(text, Tokenizer.from_str(tokenizer))
+    data = config_json(text, Tokenizer.from_str(tokenizer)) | ({"vision_config": vision} if vision else {})
     config = parse_config(data)
     tensors = random_tensors(config, seed)
     save_sharded(tensors, out)
