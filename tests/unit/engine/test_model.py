@@ -123,6 +123,16 @@ def test_logits_of_a_row_do_not_depend_on_other_rows(model):
         assert torch.equal(model.logits(hidden[20 : 20 + rows]), every[20 : 20 + rows])
 
 
+def test_products_of_16_rows_are_invariant_as_well(path):
+    """What `device.row_rule` falls back to where larger products give a row other bits."""
+    model = load_model(path, numerics="exact", batch_invariant=True)
+    model.set_row_rule(16, 16)
+    ids = tokens(5, 200)
+    memory = Memory(model)
+    got = [memory.run((0, ids, a, b, [3, 1]))[0] for a, b in ((0, 77), (77, 78), (78, 200))]
+    assert torch.equal(torch.cat(got), whole(model, ids))
+
+
 def test_without_batch_invariance_values_agree_closely(path, model):
     plain = load_model(path, numerics="exact")
     ids = tokens(6, 300)

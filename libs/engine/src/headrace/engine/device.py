@@ -25,30 +25,50 @@ def check_device(device: str) -> str:
 
 
 def row_rule(model: torch.nn.Module, batch_invariant: bool) -> tuple[int, int]:
-    """(pad rows to a multiple of this, multiply at most this many rows at a time; 0: any number)."""
+    """(pad rows to a multiple of this, multiply at most this many rows at a time; 0: any number).
+
+    RuntimeError when no rule gives equal bits on this machine.
+    """
     if not batch_invariant:
         return 1, 0
-    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2} | {
-        (p.shape[0] * p.shape[1] * p.shape[2], p.shape[3]) for p in model.parameters() if p.dim() == 4
-    }
-    return (
-        (ROW_MULTIPLE, 0)
-        if all(rows_are_independent(out, width) for out, width in shapes)
-        else (ROW_MULTIPLE, ROW_MULTIPLE)
-    )
+    if not keys_are_independent(model.config.index_n_heads, model.config.index_head_dim):
+        raise RuntimeError(
+            f"batch_invariant: on this machine index scores of {model.config.index_n_heads} heads get other bits when more "
+            "rows or keys stand beside them; run without batch_invariant"
+        )
+    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
+    shapes |= {
+        (p.shape[:3].numel(), p.shape[3]) for p in model.parameters() if p.dim() == 4
+    }  # all experts as one matrix
+    together = all(rows_are_independent(out, width) for out, width in shapes)
+    return ROW_MULTIPLE, 0 if together else ROW_MULTIPLE
 
 
 @lru_cache
 def rows_are_independent(out_features: int, in_features: int) -> bool:
     """Whether [rows, in] x [in, out] gives each row the same bits for every multiple of 16 rows and every place among
     them."""
-    out_features = min(out_features, 4096)
+    x, weight = _draw(max(_PROBE_ROWS), in_features), _draw(min(out_features, 4096), in_features)
     with torch.inference_mode():
-        draw = torch.Generator().manual_seed(0)
-        x = torch.randn(max(_PROBE_ROWS), in_features, generator=draw)
-        weight = torch.randn(out_features, in_features, generator=draw)
-        order = torch.randperm(x.shape[0], generator=draw)
+        order = torch.randperm(x.shape[0], generator=torch.Generator().manual_seed(1))
         whole = F.linear(x, weight)
         if not torch.equal(F.linear(x[order], weight), whole[order]):
             return False
         return all(torch.equal(F.linear(x[16 : 16 + rows], weight), whole[16 : 16 + rows]) for rows in _PROBE_ROWS[:-1])
+
+
+@lru_cache
+def keys_are_independent(heads: int, dim: int) -> bool:
+    """The same for index scores: heads of any number of rows against any whole number of 64 keys."""
+    queries, keys = _draw(16 * heads, dim).unsqueeze(0), _draw(1024, dim).unsqueeze(0)
+    with torch.inference_mode():
+        whole = torch.bmm(queries, keys.transpose(1, 2))
+        return all(
+            torch.equal(torch.bmm(queries[:, :rows], keys[:, :count].transpose(1, 2)), whole[:, :rows, :count])
+            for rows in (heads, 2 * heads, 3 * heads, 16 * heads)
+            for count in (64, 128, 320, 1024)
+        )
+
+
+def _draw(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * columns))
