@@ -1,8 +1,8 @@
 """Prefill's side of a ticket: when it may write, when it must stop, and the words it owes the owner.
 
-Phases. BOUND: the ticket is here, nothing was written. WRITING: at least one operation was started. COMMITTED: everything
-is placed, the commit is being asked about. FAILED, EXPIRED, CANCELLED: no operation will be started any more; those in
-flight end, then `WriterDone` is sent until it is acknowledged. RELEASED: over.
+Phases. BOUND: the ticket is here, nothing was written. WRITING: at least one operation was started. COMMITTED:
+everything is placed, the commit is being asked about. FAILED, EXPIRED, CANCELLED: no operation will be started any
+more; those in flight end, then `WriterDone` is sent until it is acknowledged. RELEASED: over.
 
 The writer stops by its own clock: `expires` is the owner's time to live counted from when the bind was *sent*, less a
 guard. A process that was paused past it starts nothing more. Its own blocks stay pinned while anything is in flight.
@@ -59,8 +59,9 @@ def over(ticket: Ticket) -> bool:
 
 
 def status(ticket: Ticket | None) -> str:
-    """Answer to the owner's question: "committed" (send the record), "writing", or "done": this process will not write any
-    more. None: a ticket that it does not know, which it never will write for."""
+    """Answer to the owner's question: "committed" (send the record), "writing", or "done": this process will not
+    write any more. None stands for a ticket that it does not know: it must then leave a tombstone (`Tombstones`), so
+    that it never writes for it should the answer to its bind still be under way."""
     if ticket is None:
         return "done"
     if ticket.phase == COMMITTED or ticket.outcome == "admitted":
