@@ -94,7 +94,8 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class CheckFence:
-    """Ask `Memory.fenced(writer)`; if it says so, feed `Fenced`. Comes after `Disarm`, and again while quarantined."""
+    """Ask `Memory.fenced(writer)`; if it says so, feed `Fenced`. Comes after `Disarm`, and again while quarantined; always the
+    last of its step, so that it may be fed while effects are being carried out."""
 
     writer: str
 

@@ -94,7 +94,7 @@ def tick(ticket: Ticket, now: float) -> Step:
     if ticket.phase == BOUND and ticket.flag and now >= ticket.poll:
         return replace(ticket, poll=now + POLL), [fx.AskStatus()]
     if ticket.quarantined and now >= ticket.poll:
-        return replace(ticket, poll=now + POLL), [fx.CheckFence(ticket.writer), fx.AskStatus()]
+        return replace(ticket, poll=now + POLL), [fx.AskStatus(), fx.CheckFence(ticket.writer)]
     return ticket, []
 
 
