@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.bus import BusError, NoResponder, Peers, Prober, Service, Settings, subjects
+from headrace.bus import BusError, Peers, Prober, Service, Settings, subjects
 from headrace.bus import messages as m
 from headrace.bus.testing import NatsServer
 from headrace.engine import api
@@ -330,8 +330,8 @@ class TestGateway(Service):
                 return result
             await self._collect(stream, deadline, cancel_after, cancel_at, reason)
             return result
-        except NoResponder as error:
-            result.problem = m.Problem(502, "no_responder", str(error))
+        except BusError as error:
+            result.problem = m.Problem(502, type(error).__name__, str(error))
             await self._cancel(request, prefill, decode, "failed")
             return result
         finally:
