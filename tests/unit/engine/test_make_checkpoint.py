@@ -20,7 +20,7 @@ from headrace.engine.make_checkpoint import (
     quantize_blocks,
     small_tokenizer_json,
 )
-from headrace.engine.models.v41.engram import NgramHash, bucket_sizes, compressed_ids
+from headrace.engine.models.v41.engram import NgramHash, bucket_sizes, cached_compressed_ids, compressed_ids
 from headrace.kernels.quantize import dequantize_block_fp8
 
 
@@ -141,6 +141,21 @@ def test_engram_look_back_does_not_depend_on_chunks(preset):
     assert np.array_equal(parts, whole)
     image = hashes.contexts([([], [20, 21, -1, 23, 24])])
     assert image[3].tolist() == [hashes.compressed[23], hashes.pad, hashes.pad, hashes.pad]
+
+
+def test_the_map_is_cached_and_a_damaged_cache_is_harmless(preset, tmp_path, monkeypatch):
+    _, path = preset
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    want = cached_compressed_ids(path / "tokenizer.json")
+    (file,) = (tmp_path / "headrace").iterdir()
+    assert np.array_equal(np.load(file), want)
+    assert np.array_equal(cached_compressed_ids(path / "tokenizer.json"), want)
+    file.write_bytes(b"")
+    assert np.array_equal(cached_compressed_ids(path / "tokenizer.json"), want)
+    file.write_bytes(b"damaged")
+    assert np.array_equal(cached_compressed_ids(path / "tokenizer.json"), want)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert np.array_equal(cached_compressed_ids(path / "tokenizer.json"), want)
 
 
 def test_the_large_vocabulary_has_99092_compressed_ids():

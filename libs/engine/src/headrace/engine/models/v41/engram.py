@@ -7,6 +7,7 @@ rows are read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -57,25 +58,19 @@ def compressed_ids(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def cached_compressed_ids(tokenizer_file: Path) -> np.ndarray:
-    """`compressed_ids` of a tokenizer.json, kept in the user's cache directory (a 129,280-token vocabulary takes a
-    second)."""
+    """`compressed_ids` of a tokenizer.json, kept in the user's cache directory: a vocabulary of 129,280 takes seconds."""
     content = tokenizer_file.read_bytes()
     digest = hashlib.blake2b(content + tokenizers.__version__.encode(), digest_size=16).hexdigest()
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
-    cached = root / f"engram-{digest}.npy"
-    try:
-        return np.load(cached)
-    except (OSError, ValueError):
-        pass
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "headrace"
+    file, partial = directory / f"engram-{digest}.npy", directory / f".engram-{digest}.{os.getpid()}.npy"
+    with contextlib.suppress(OSError, ValueError, EOFError):  # not there yet, or damaged
+        return np.load(file)
     ids = compressed_ids(Tokenizer.from_buffer(content))
-    try:  # a cache that cannot be written is only slower
-        root.mkdir(parents=True, exist_ok=True)
-        partial = root / f"{cached.name}.{os.getpid()}"
-        with partial.open("wb") as file:
-            np.save(file, ids)
-        partial.replace(cached)
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):  # a cache that cannot be written is only slower
+        if directory.is_absolute():
+            directory.mkdir(parents=True, exist_ok=True)
+            np.save(partial, ids)
+            partial.replace(file)
     return ids
 
 
