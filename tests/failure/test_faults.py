@@ -1,7 +1,7 @@
 """Faults in real processes: what is killed, stopped, lost or late costs its own requests, and no memory.
 
-After each: pools add up by walking owners, nothing is quarantined within two leases, no request outlives its deadline, and every one
-ends with its answer or an error soon after the fault.
+After each: pools add up by walking owners, nothing is quarantined within two leases, no request outlives its deadline, and
+every one ends with its answer or an error soon after the fault.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ async def test_300_requests_with_cancels_and_killed_workers():
     async with Cluster() as cluster:
         await cluster.start("kvstore")
         decodes = list(await asyncio.gather(*(cluster.start("decode", *DECODE) for _ in range(2))))
-        prefills = list(
-            await asyncio.gather(*(cluster.start("prefill", *PREFILL) for _ in range(2)))
-        )
+        prefills = list(await asyncio.gather(*(cluster.start("prefill", *PREFILL) for _ in range(2))))
         cluster.gateway.probe = True
         outcomes: dict[str, int] = {}
         left, faults, ended_at = 300, [], []

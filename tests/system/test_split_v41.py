@@ -1,7 +1,7 @@
 """One process or two, cold or cached, over shared memory or tcp: the same bits.
 
-60 random prompts through the real services, in class `exact` with batch invariance, against `LLM.generate` in this process: ids and
-logprobs must be equal bit for bit, and the usage counters must prove that each path was really taken.
+60 random prompts through the real services, in class `exact` with batch invariance, against `LLM.generate` in this process:
+ids and logprobs must be equal bit for bit, and the usage counters must prove that each path was really taken.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Register = Callable[[str, int], memoryview]  # (region, bytes) -> memory of this
 
 
 def build(settings: WorkerSettings, role: str, register: Register) -> api.Engine:
-    """`role`: prefill | decode. Raises StartError-worthy ValueError / OSError that names what is wrong."""
+    """`role`: prefill | decode. ValueError, OSError or RuntimeError names what is wrong."""
     engine = _simulated(settings, register) if settings.engine == "sim" else _real(settings, role, register)
     info = engine.info
     log.info("engine ready", engine=info.kind, model=info.model_name, blocks=info.num_blocks, block_bytes=info.block_bytes,
@@ -82,4 +82,22 @@ def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine
         chunk_tokens=tuple(settings.chunk_tokens),
         model_name=os.path.basename(os.path.normpath(settings.model)),
     )
-    return EngineCore(model, config, kv_buffer=register("kv", model.spec.block_bytes * settings.num_blocks))
+    engine = EngineCore(model, config, kv_buffer=register("kv", model.spec.block_bytes * settings.num_blocks))
+    started = time.monotonic()
+    log.info("warming up")
+    _warm_up(engine)
+    log.info("warm", seconds=round(time.monotonic() - started, 2))
+    return engine
+
+
+def _warm_up(engine: api.Engine) -> None:
+    """One prompt and one token through every layer, so that the first client does not pay for what is made on first use."""
+    vocab = engine.info.vocab_size
+    ids = [3 % vocab] * min(engine.info.block_tokens - 1, engine.info.max_model_len - 2)
+    engine.submit(api.EngineRequest("warm-up", ids, [], api.SamplingParams(max_tokens=2, ignore_eos=True)))
+    while engine.has_work():
+        plan = engine.plan()
+        for event in engine.apply(plan, engine.execute(plan)):
+            if isinstance(event, api.Failed):
+                raise RuntimeError(f"the engine failed at its first prompt: {event.message}")
+    engine.release("warm-up")

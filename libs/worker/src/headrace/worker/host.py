@@ -1,11 +1,12 @@
 """Runs an engine on the owner's event loop: plan on the loop, execute elsewhere, apply on the loop.
 
 Knows when to step and where. A real engine executes in one dedicated thread; the simulated one says how long its step takes
-(`plan.seconds`), so it is executed inline after that long on a timer: no thread, no hand-over, which matters where a request may
-cost less than a millisecond of CPU in all processes together.
+(`plan.seconds`), so it is executed inline after that long on a timer: no thread, no hand-over, which matters where a
+request may cost less than a millisecond of CPU in all processes together.
 
 An error in a step ends the requests of that step and nothing else. The sweep runs on every tick whether or not anything is
-scheduled (a sweep that only runs with new work never frees what keeps new work out). `steps` only grows: liveness is that number.
+scheduled (a sweep that only runs with new work never frees what keeps new work out). `steps` only grows: liveness is that
+number.
 """
 
 from __future__ import annotations

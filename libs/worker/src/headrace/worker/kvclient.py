@@ -4,9 +4,10 @@ Knows the store's verbs, how long a request may be held up by them, and when byt
 worker's own pool, every checksum fits, and the store says that the pins held until after the copy. Does not know prompts or
 sequences.
 
-A store that is dead, slow or wrong costs a request at most `Limits.wait` (plus the time its bytes need at a modest rate), then the
-prompt is computed; after a failure the store is left alone for `Limits.pause`. A fetch that comes too late still ends up in the
-pool for the next request. Write-through is a bounded queue in the background: what does not fit is dropped and counted.
+A store that is dead, slow or wrong costs a request at most `Limits.wait` (plus the time its bytes need at a modest rate),
+then the prompt is computed; after a failure the store is left alone for `Limits.pause`. A fetch that comes too late still
+ends up in the pool for the next request. Write-through is a bounded queue in the background: what does not fit is dropped
+and counted.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class _Item:
 
 
 class KvStoreClient:
-    """`find()` gives the presence of a ready store or None. `pool` and `kv` (a view of the registered block memory) are the worker's;
-    this object allocates, announces and pins blocks there, always on the loop."""
+    """`find()` gives the presence of a ready store or None. The engine's pool and `kv` (a view of the registered block
+    memory) are the worker's; this object allocates, announces and pins blocks there, always on the loop."""
 
     def __init__(
         self,

@@ -69,7 +69,7 @@ class WorkerService(Service):
             )
             await self.memory.start()
             self.engine = await asyncio.to_thread(build, settings, self.role, self._register)
-        except (ValueError, OSError, TransferError) as error:
+        except (ValueError, OSError, RuntimeError, TransferError) as error:
             raise StartError(str(error)) from error
         self.host = EngineHost(self.engine, self.handle_events, self._ticked)
         self.outbox = Outbox(self)

@@ -1,6 +1,7 @@
 """Settings that prefill and decode share, and the launch flags of other systems that mean the same here.
 
-Knows names, defaults, limits and what each flag becomes. A flag that can't apply is refused with the reason and what to use instead.
+Knows names, defaults, limits and what each flag becomes. A flag that can't apply is refused with the reason and what to use
+instead.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class WorkerSettings(Settings):
             self.transports = [self.kv_transfer_protocol]
         if self.tensor_parallel_size != 1:
             raise ValueError(
-                f"--tensor-parallel-size {self.tensor_parallel_size}: all heads share one KV head, so there is nothing to split; "
-                "start more instances instead (data parallelism)"
+                f"--tensor-parallel-size {self.tensor_parallel_size}: all heads share one KV head, so there is nothing to "
+                "split; start more instances instead (data parallelism)"
             )
         if self.pipeline_parallel_size != 1:
             raise ValueError(

@@ -1,10 +1,10 @@
 """The simulated engine: the engine's contract without arithmetic and without torch, labelled "sim" wherever an engine is named.
 
-Knows: a timing model (seconds per prompt token, seconds per decode step; 0 is allowed and means "as fast as Python goes"), scripted
-token streams that are a function of (prompt, seed, choice), and bytes that can be recognised: every full block holds its own chain
-hash over and over, a partial block and a state hold a digest of the ids they stand for. So the block pool, the hand-off, the
-store and both caches are exercised with real memory, and a block that was lost, swapped or overwritten on its way is found when
-the request is admitted (`Corrupt`), not when somebody reads strange text.
+Knows: a timing model (seconds per prompt token, seconds per decode step; 0 is allowed and means "as fast as Python goes"),
+scripted token streams that are a function of (prompt, seed, choice), and bytes that can be recognised: every full block
+holds its own chain hash over and over, a partial block and a state hold a digest of the ids they stand for. So the block
+pool, the hand-off, the store and both caches are exercised with real memory, and a block that was lost, swapped or
+overwritten on its way is found when the request is admitted (`Corrupt`), not when somebody reads strange text.
 
 Does not know: the bus, asyncio, sampling. Temperature and penalties are accepted and change nothing; logprobs are made up.
 """
@@ -28,8 +28,8 @@ BLOCK = 128  # tokens
 
 # " the water runs down from the hill to the mill and turns the wheel ..." in the V4 tokenizer: a fixed cycle of whole words.
 WORDS = (
-    270, 2237, 12122, 1910, 538, 270, 25131, 304, 270, 2607, 305, 13738, 270, 15942, 396, 2159, 13106, 270, 20873, 1055, 16668, 362,
-    14586, 1901, 270, 2607, 264, 33591, 295, 270, 6029, 418, 793, 7539, 305, 52508, 270, 8007, 3066,
+    270, 2237, 12122, 1910, 538, 270, 25131, 304, 270, 2607, 305, 13738, 270, 15942, 396, 2159, 13106, 270, 20873,
+    1055, 16668, 362, 14586, 1901, 270, 2607, 264, 33591, 295, 270, 6029, 418, 793, 7539, 305, 52508, 270, 8007, 3066,
 )  # fmt: skip
 
 
@@ -39,7 +39,8 @@ class Corrupt(ValueError):
 
 @dataclass(slots=True)
 class SimConfig:
-    """Sizes and timing. `script`: one answer (token ids, EOS follows it) per entry, chosen by prompt and seed; empty: word cycle."""
+    """Sizes and timing. `script`: one answer (token ids, EOS follows it) per entry, chosen by prompt and seed; empty: word
+    cycle."""
 
     num_blocks: int = 4096
     max_num_seqs: int = 256
@@ -436,7 +437,8 @@ class SimEngine:
     # ------------------------------------------------------------ decode
 
     def _fork(self, first: _Sequence, table: list[int], n: int) -> list[_Sequence]:
-        """n choices over one prompt: full blocks shared, the partial one copied. All or none: ValueError when memory is short."""
+        """n choices over one prompt: full blocks shared, the partial one copied. All or none: ValueError when memory is
+        short."""
         full = first.prompt // BLOCK
         extra = (n - 1) * (len(table) - full)
         if n - 1 > self._free_slots:
@@ -578,7 +580,7 @@ class SimEngine:
         for index, block in enumerate(table):
             if self._block(block) != self._content(sequence, index, sequence.prompt):
                 raise Corrupt(
-                    f"request {sequence.request.request}: logical block {index} (physical {block}) does not hold the bytes of its tokens"
+                    f"request {sequence.request.request}: logical block {index} (physical {block}) is not its tokens'"
                 )
 
 

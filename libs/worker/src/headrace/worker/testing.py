@@ -1,7 +1,7 @@
 """For tests and drills: services as real processes over a real NATS server, and a gateway's legs without HTTP.
 
-Knows how to start, kill and find services, and how a request goes: admit, run, collect output, ask again after a gap, give up at a
-deadline or a death. Does not know protocols or texts. Stands in for nothing but the HTTP half of a gateway.
+Knows how to start, kill and find services, and how a request goes: admit, run, collect output, ask again after a gap, give
+up at a deadline or a death. Does not know protocols or texts. Stands in for nothing but the HTTP half of a gateway.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Cluster:
             self.shm_dir,
         ]
         with path.open("wb") as log:
-            popen = subprocess.Popen(
+            popen = subprocess.Popen(  # noqa: ASYNC220  milliseconds
                 [*command, "--log-format", "json", *flags], stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
             )
         process = Process(role, popen, path, name, self.gateway.peers)

@@ -1,7 +1,7 @@
 """Memory that prefill workers write into: slots, tickets on the wire, and the effects of the grant machine on real memory.
 
-Knows the regions `kv`, `slab` and `mailbox` and how `headrace.kv.grants.owner` (which decides) meets the block pool, the engine's
-reservations and the transport's fence. Does not know requests or output: those effects go to `tell`.
+Knows the regions `kv`, `slab` and `mailbox` and how `headrace.kv.grants.owner` (which decides) meets the block pool, the
+engine's reservations and the transport's fence. Does not know requests or output: those effects go to `tell`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Landed:
 
 
 class Landing:
-    """All tickets of this decode instance. `tell(landed, effect)`: Admit, Verify, FailRequest and AskStatus, which are not about
-    memory."""
+    """All tickets of this decode instance. `tell(landed, effect)` gets Admit, Verify, FailRequest and AskStatus, which are
+    not about memory."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """One attempt at a request on the decode side: what it holds, what it has said.
 
-Knows its memory, its output and its usage. Does not know the bus. Its actor is `DecodeService`: all its events (admit, bind, commit,
-cancel, tokens, expiry) are handled on one loop, each to its end, so they are in order without a queue or a task per request.
+Knows its memory, its output and its usage. Does not know the bus. Its actor is `DecodeService`: all its events (admit,
+bind, commit, cancel, tokens, expiry) are handled on one loop, each to its end, so they are in order without a queue or a
+task per request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The decode service: grants memory, admits hand-offs, samples every token of a request.
 
-Reads in the order of a request's life: admit, bind, commit, tokens, finish; then what ends it early (cancel, fail, expiry, a dead
-gateway or writer); then the sweeps. Each handler runs to its end on the loop, so a request's events are consumed in order.
+Reads in the order of a request's life: admit, bind, commit, tokens, finish; then what ends it early (cancel, fail, expiry,
+a dead gateway or writer); then the sweeps. Each handler runs to its end on the loop, so a request's events are consumed in
+order.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ INLINE_BYTES = 64 << 10  # more than this is checked in a thread
 
 
 class DecodeSettings(WorkerSettings):
-    slab_slots: Annotated[int, Meta(ge=0, description="hand-offs in flight; 0: as many as sequences")] = 0
+    slab_slots: Annotated[int, Meta(ge=0, description="hand-offs in flight; 0: as many as sequences, at most 64")] = 0
     ticket_seconds: Annotated[float, Meta(gt=0, description="lease of a hand-off; its writer renews it")] = 5.0
     growth_tokens: Annotated[int, Meta(ge=0, description="room per choice that admission keeps for output")] = 256
 
@@ -85,7 +86,7 @@ class DecodeService(WorkerService):
         }
 
     def prepare(self) -> None:
-        slots = self.settings.slab_slots or self.engine.info.max_num_seqs
+        slots = self.settings.slab_slots or min(self.engine.info.max_num_seqs, 64)
         self.landing = Landing(
             self.memory, self.kv, self.engine, slots, self.settings.ticket_seconds, self.settings.checksums, self._landing_says
         )
@@ -94,7 +95,7 @@ class DecodeService(WorkerService):
         load = super().load()
         if self.engine is not None:
             load.credits = max(0, self.engine.info.max_num_seqs - self.credits_used)
-            load.running = len(self.requests)
+            load.waiting = max(0, len(self.requests) - load.running)  # admitted, their prompts elsewhere
         return load
 
     # ------------------------------------------------------------ admit
@@ -105,16 +106,21 @@ class DecodeService(WorkerService):
         known = self.requests.get(key)
         if known is not None:
             return m.Admitted(self._resident(known), self.load())
-        refusal = self.not_ready() or self._stale(message, key) or self._invalid(message) or self._full(message)
+        packed = message.block_hashes
+        hashes = [packed[i : i + m.HASH_BYTES] for i in range(0, len(packed), m.HASH_BYTES)]
+        pins: list[int] = []
+        refusal = self.not_ready() or self._stale(message, key) or self._invalid(message)
+        if refusal is None:
+            pins = self.engine.pool.match(hashes) if hashes else []
+            refusal = self._full(message, len(pins))
         if refusal is not None:
+            self.engine.pool.release(pins)
             self.counters["refused"] += 1
             return refusal
         older = self.attempts.get(message.request)
         if older is not None:
             self._end(self.requests[f"{message.request}/{older}"], "superseded")
-        packed, now = message.block_hashes, time.monotonic()
-        hashes = [packed[i : i + m.HASH_BYTES] for i in range(0, len(packed), m.HASH_BYTES)]
-        pins = self.engine.pool.match(hashes) if hashes else []
+        now = time.monotonic()
         request = Request(
             key=key,
             admit=message,
@@ -167,12 +173,13 @@ class DecodeService(WorkerService):
             return m.Refused("invalid", f"the request needs {need} blocks; this instance has {info.num_blocks}")
         return None
 
-    def _full(self, message: m.Admit) -> m.Refused | None:
-        info, pool = self.engine.info, self.engine.pool
+    def _full(self, message: m.Admit, resident: int) -> m.Refused | None:
+        """No credit, or no room for what is not resident. `resident` blocks are pinned already."""
+        info, pool, need = self.engine.info, self.engine.pool, self._need(message) - resident
         if self.credits_used + message.sampling.n > info.max_num_seqs:
             why = f"{self.credits_used} of {info.max_num_seqs} sequences are taken"
-        elif self._need(message) + self.promised > pool.available + self._resident_blocks(message):
-            why = f"{pool.available} of {pool.total} blocks are free and {self.promised} of them promised; {self._need(message)} needed"
+        elif need + self.promised > pool.available:
+            why = f"{need} blocks are needed; {pool.available} of {pool.total} are free, {self.promised} of them promised"
         else:
             return None
         return m.Refused("full", why, self.load(), max(0.01, 4 * self.engine.stats().get("step_seconds", 0.0)))
@@ -185,10 +192,6 @@ class DecodeService(WorkerService):
         if sampling.n > 1:
             need += (sampling.n - 1) * (1 + grow // info.block_tokens)
         return min(need, info.num_blocks)
-
-    def _resident_blocks(self, message: m.Admit) -> int:
-        packed = message.block_hashes
-        return self.engine.pool.peek(packed[i : i + m.HASH_BYTES] for i in range(0, len(packed), m.HASH_BYTES))
 
     @staticmethod
     def _resident(request: Request) -> int:
@@ -539,7 +542,7 @@ class DecodeService(WorkerService):
         self.outbox.forget(instance)
 
     async def drain(self) -> None:
-        while self.requests:
+        while self.requests:  # noqa: ASYNC110  bounded outside
             await asyncio.sleep(0.02)
         await self.store.drain(5.0)
 

@@ -1,7 +1,7 @@
 """One attempt at a prompt on the prefill side: its place in the engine, its ticket, how far its bytes have got.
 
-Knows what is computed and what is written. Does not know the bus, the engine or when writing is allowed: `PrefillService` drives it,
-and `headrace.kv.grants.writer` decides.
+Knows what is computed and what is written. Does not know the bus, the engine or when writing is allowed: `PrefillService`
+drives it, and `headrace.kv.grants.writer` decides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The prefill service: runs prompts and writes their KV into a decode node's memory.
 
-Reads in the order of a job: run, lookup, submit, bind, write, commit; then how it ends, cancels, sweeps. A job is one task; it
-queues at most a chunk or two, for waiting belongs to the gateway.
+Reads in the order of a job: run, lookup, submit, bind, write, commit; then how it ends, cancels, sweeps. A job is one task;
+it queues at most a chunk or two, for waiting belongs to the gateway.
 """
 
 from __future__ import annotations
@@ -60,19 +60,18 @@ class PrefillService(WorkerService):
         for job in list(self.jobs.values()):
             self._stop_job(job, Abort("stopping", f"{self.instance} stops", 503))
         end = time.monotonic() + 2.0
-        while self.jobs and time.monotonic() < end:
+        while self.jobs and time.monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await super().stop()
 
     async def drain(self) -> None:
-        while self.jobs:
+        while self.jobs:  # noqa: ASYNC110  bounded outside
             await asyncio.sleep(0.02)
         await self.store.drain(5.0)
 
     def load(self) -> m.Load:
         load = super().load()
         if self.engine is not None:
-            load.running = len(self.jobs)
             load.queued_tokens = sum(job.remaining for job in self.jobs.values())
             load.credits = max(0, QUEUE_CHUNKS * self.settings.max_num_batched_tokens - load.queued_tokens)
         return load
@@ -105,8 +104,8 @@ class PrefillService(WorkerService):
         hashes = self._hasher(message.namespace).hashes(message.ids)
         if b"".join(hashes) != message.block_hashes:
             return m.Refused(
-                "mismatch", f"the {len(hashes)} block hashes of this prompt differ from the {len(message.block_hashes) // 16} sent; "
-                f"hash with layout {info.layout_id}"
+                "mismatch", f"the {len(hashes)} block hashes of this prompt differ from the {len(message.block_hashes) // 16} "
+                f"sent; hash with layout {info.layout_id}"
             )  # fmt: skip
         now = time.monotonic()
         job = Job(key, message, ids, hashes, now + message.deadline, now)
