@@ -196,6 +196,8 @@ async def test_trace_and_metrics_speak_of_it(worker, service, bus):
         'headrace_kvstore_objects{kind="block"} 2.0',
         "headrace_kvstore_stored_blocks_total 2.0",
         "headrace_kvstore_hit_keys_total 2.0",
+        "headrace_kvstore_lookup_seconds_count 1.0",
+        "headrace_kvstore_check_seconds_count 1.0",
     ):
         assert line in text, text
     assert isinstance(service.trace, Trace)

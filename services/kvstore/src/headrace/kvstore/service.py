@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from headrace.bus import BusError, Service, StartError, subjects
@@ -46,6 +47,13 @@ class KvStoreService(Service):
         self._tasks: set[asyncio.Task] = set()
         self._looked: dict[str, tuple[str, float]] = {}  # handle -> (request, since), for the trace
         self._threads = ThreadPoolExecutor(CHECKERS, thread_name_prefix="checksum")
+        buckets = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+        self._lookup_seconds = Histogram(
+            "headrace_kvstore_lookup_seconds", "time of a lookup in the store", registry=self.metrics, buckets=buckets
+        )
+        self._check_seconds = Histogram(
+            "headrace_kvstore_check_seconds", "time to compare a commit's checksums", registry=self.metrics, buckets=buckets
+        )
         self._event_seq = 0
         self._page: tuple[int, list[bytes]] = (-1, [])  # snapshot being paged out: (event seq, hashes)
 
@@ -132,6 +140,7 @@ class KvStoreService(Service):
         handle, blocks, states = self.store.lookup(
             message.worker, message.namespace, message.keys, message.states, message.ttl, started
         )
+        self._lookup_seconds.observe(time.monotonic() - started)
         if message.request:
             found = sum(state is not None for state in states)
             if handle:
@@ -171,12 +180,13 @@ class KvStoreService(Service):
         return _wait(waiting)
 
     async def _check(self, grant: str, checksums: list[int]) -> None:
-        store, pending = self.store, self.store.pending[grant]
+        store, pending, started = self.store, self.store.pending[grant], time.monotonic()
         try:
             good = await asyncio.get_running_loop().run_in_executor(self._threads, store.verify, grant, checksums)
         except Exception:
             self.log.exception("comparing checksums failed; nothing of the grant is published", grant=grant)
             good = (False,) * len(pending.objects)
+        self._check_seconds.observe(time.monotonic() - started)
         self._checking -= 1
         self.checks += 1
         if not all(good):
@@ -217,8 +227,8 @@ class KvStoreService(Service):
         while True:
             self.store.tick(time.monotonic())
             self._publish_events()
-            for handle in [handle for handle in self._looked if handle not in self.store.pinned]:
-                del self._looked[handle]
+            if len(self._looked) > len(self.store.pinned):  # leases that ran out
+                self._looked = {handle: note for handle, note in self._looked.items() if handle in self.store.pinned}
             await asyncio.sleep(TICK)
 
     def _publish_events(self) -> None:
