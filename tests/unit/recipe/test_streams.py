@@ -3,6 +3,9 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from headrace.recipe.errors import RecipeError
 from headrace.recipe.stream import (
     ChatStream,
@@ -14,20 +17,25 @@ from headrace.recipe.stream import (
     Usage,
 )
 from headrace.recipe.stream.chat import many
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-CALL = ('\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="get">\n<｜DSML｜ parameter name="city" string="true">Pa"ris\n'
-        "</｜DSML｜ parameter>\n<｜DSML｜ parameter name=\"n\" string=\"false\">[1, 2]</｜DSML｜ parameter>\n"
-        "</｜DSML｜ invoke>\n</｜DSML｜ calls>")
-PARTS = st.lists(st.sampled_from(["think ", "</think>", "\n\n", "hello 🎉", "2 < 3", "<b>", CALL, "｜DSML｜", "EN", "END", "é"]),
-                 min_size=1, max_size=10).map("".join)
+CALL = (
+    '\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="get">\n<｜DSML｜ parameter name="city" string="true">Pa"ris\n'
+    '</｜DSML｜ parameter>\n<｜DSML｜ parameter name="n" string="false">[1, 2]</｜DSML｜ parameter>\n'
+    "</｜DSML｜ invoke>\n</｜DSML｜ calls>"
+)
+PARTS = st.lists(
+    st.sampled_from(["think ", "</think>", "\n\n", "hello 🎉", "2 < 3", "<b>", CALL, "｜DSML｜", "EN", "END", "é"]),
+    min_size=1,
+    max_size=10,
+).map("".join)
 WRITERS = {"chat": ChatStream, "responses": ResponsesStream, "messages": MessagesStream}
-OPTIONS = st.sampled_from([
-    ParsingOptions(thinking_initial_stage="reasoning_start", lenient_end=True),
-    ParsingOptions(stop_sequences=["END"]),
-    ParsingOptions(parse_tool_calls=False, thinking_initial_stage="reasoning_start"),
-])
+OPTIONS = st.sampled_from(
+    [
+        ParsingOptions(thinking_initial_stage="reasoning_start", lenient_end=True),
+        ParsingOptions(stop_sequences=["END"]),
+        ParsingOptions(parse_tool_calls=False, thinking_initial_stage="reasoning_start"),
+    ]
+)
 
 
 def write(protocol: str, parsing: ParsingOptions, tokenizer, chunks: list[list[int]], reason: str = "stop", **options):
@@ -126,13 +134,21 @@ def test_engine_counts_win(tokenizer):
     stream.push(tokenizer.encode("a b</think>c"))
     stream.finish("stop", Usage(100, 64, 50, 20))
     assert stream.usage_object() == {
-        "prompt_tokens": 100, "completion_tokens": 50, "total_tokens": 150, "prompt_tokens_details": {"cached_tokens": 64},
-        "completion_tokens_details": {"reasoning_tokens": 20}, "prompt_cache_hit_tokens": 64, "prompt_cache_miss_tokens": 36,
+        "prompt_tokens": 100,
+        "completion_tokens": 50,
+        "total_tokens": 150,
+        "prompt_tokens_details": {"cached_tokens": 64},
+        "completion_tokens_details": {"reasoning_tokens": 20},
+        "prompt_cache_hit_tokens": 64,
+        "prompt_cache_miss_tokens": 36,
     }
 
 
 def test_reasoning_tokens_are_counted(tokenizer):
-    for chunks in ([tokenizer.encode("one two three</think>four")], [[i] for i in tokenizer.encode("one two three</think>four")]):
+    for chunks in (
+        [tokenizer.encode("one two three</think>four")],
+        [[i] for i in tokenizer.encode("one two three</think>four")],
+    ):
         parser = StreamParser(ParsingOptions(thinking_initial_stage="reasoning_start"), tokenizer)
         for chunk in chunks:
             parser.push(chunk)
@@ -188,10 +204,14 @@ def test_logprobs(tokenizer):
         StreamParser(ParsingOptions(), tokenizer).push([5, 6], [(0.0, [])])
 
 
-@pytest.mark.parametrize("reason, chat, messages, status", [
-    ("length", "length", "max_tokens", "incomplete"), ("content_filter", "content_filter", "refusal", "incomplete"),
-    ("stop", "tool_calls", "tool_use", "completed"),
-])
+@pytest.mark.parametrize(
+    "reason, chat, messages, status",
+    [
+        ("length", "length", "max_tokens", "incomplete"),
+        ("content_filter", "content_filter", "refusal", "incomplete"),
+        ("stop", "tool_calls", "tool_use", "completed"),
+    ],
+)
 def test_finish_reasons(tokenizer, reason, chat, messages, status):
     chunks = [tokenizer.encode("x" + CALL)]
     assert write("chat", ParsingOptions(), tokenizer, chunks, reason)[1].finish_reason == chat
@@ -201,7 +221,11 @@ def test_finish_reasons(tokenizer, reason, chat, messages, status):
 
 def test_failures_in_mid_stream_are_told(tokenizer):
     failure = RecipeError("the engine is gone", status=503)
-    for protocol, mark in (("chat", b'data: {"error"'), ("messages", b"event: error"), ("responses", b"event: response.failed")):
+    for protocol, mark in (
+        ("chat", b'data: {"error"'),
+        ("messages", b"event: error"),
+        ("responses", b"event: response.failed"),
+    ):
         _, stream = write(protocol, ParsingOptions(), tokenizer, [tokenizer.encode("x")])
         assert stream.error(failure).startswith(mark) and b"the engine is gone" in stream.error(failure)
         assert b"boom" not in stream.error(KeyError("boom"))
@@ -241,7 +265,12 @@ def test_an_output_is_ids_or_text(tokenizer):
 
 
 def test_reasoning_alias(tokenizer):
-    output, _ = write("chat", ParsingOptions(thinking_initial_stage="reasoning_start"), tokenizer,
-                      [[i] for i in tokenizer.encode("why not")], reasoning_alias=True)
+    output, _ = write(
+        "chat",
+        ParsingOptions(thinking_initial_stage="reasoning_start"),
+        tokenizer,
+        [[i] for i in tokenizer.encode("why not")],
+        reasoning_alias=True,
+    )
     deltas = [e["choices"][0]["delta"] for e in events(output)]
     assert [d.get("reasoning") for d in deltas if d.get("reasoning_content")] == ["why", " not"]

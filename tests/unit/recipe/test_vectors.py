@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from headrace.recipe import DEFAULT_TOKENS, Conversation, Encoding, ImageSource, Message, Tokenizer, ToolCall, ToolDefinition
 from headrace.recipe.errors import RecipeError, ShapeError
 from headrace.recipe.images import image_tokens
@@ -14,12 +15,25 @@ from headrace.recipe.render import template
 from headrace.recipe.stream import ChatStream, MessagesStream, ResponsesStream, StreamParser, Usage
 
 PARSERS = {"chat": chat.parse, "responses": responses.parse, "messages": messages.parse}
-STAGES = {"ReasoningStart": "reasoning_start", "ReasoningContinuation": "reasoning_continuation",
-          "ContentContinuation": "content_continuation", None: None}
+STAGES = {
+    "ReasoningStart": "reasoning_start",
+    "ReasoningContinuation": "reasoning_continuation",
+    "ContentContinuation": "content_continuation",
+    None: None,
+}
 STAGE_NAMES = {ours: theirs for theirs, ours in STAGES.items()}
 REASONS = {"Stop": "stop", "Length": "length", "ContentFilter": "content_filter", None: "stop"}
-COUNTS = {"render": 100, "convert_chat": 50, "convert_responses": 11, "convert_messages": 11, "stream_chat": 192,
-          "stream_responses": 12, "stream_messages": 13, "encode": 4, "image_tokens": 16}
+COUNTS = {
+    "render": 100,
+    "convert_chat": 50,
+    "convert_responses": 11,
+    "convert_messages": 11,
+    "stream_chat": 192,
+    "stream_responses": 12,
+    "stream_messages": 13,
+    "encode": 4,
+    "image_tokens": 16,
+}
 
 
 def load(data: Path, kind: str) -> list[dict]:
@@ -35,15 +49,24 @@ def conversation(spec: dict) -> Conversation:
     if "response_schema" in formats:
         formats["response_format"] = "json_schema"
     settings = {k: spec[k] for k in ("thinking_mode", "tool_choice", "reasoning_effort") if k in spec}
-    return Conversation([message(m) for m in spec["messages"]], tools=[ToolDefinition(**t) for t in spec.get("tools") or []],
-                        **settings, **formats)
+    return Conversation(
+        [message(m) for m in spec["messages"]],
+        tools=[ToolDefinition(**t) for t in spec.get("tools") or []],
+        **settings,
+        **formats,
+    )
 
 
 def message(m: dict) -> Message:
     calls, tools = m.get("tool_calls"), m.get("tools")
     return Message(
-        m["role"], m["content"], m.get("reasoning_content"), calls and [ToolCall(**c) for c in calls] if calls else calls,
-        m.get("tool_call_id"), [ImageSource("url", i["url"]) for i in m.get("images") or []], m.get("prefix") or False,
+        m["role"],
+        m["content"],
+        m.get("reasoning_content"),
+        calls and [ToolCall(**c) for c in calls] if calls else calls,
+        m.get("tool_call_id"),
+        [ImageSource("url", i["url"]) for i in m.get("images") or []],
+        m.get("prefix") or False,
         None if tools is None else [ToolDefinition(**t) for t in tools],
     )
 
@@ -84,22 +107,33 @@ def converted(protocol: str, body: bytes) -> dict:
         "tool_choice": parsed.conversation.tool_choice,
         "response_format": parsed.conversation.response_format,
         "inference_options": {
-            "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
-            "logprobs": sampling.logprobs, "top_logprobs": sampling.top_logprobs, "seed": sampling.seed,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "logprobs": sampling.logprobs,
+            "top_logprobs": sampling.top_logprobs,
+            "seed": sampling.seed,
             "output_constraint": constraint and {"kind": constraint.kind, "schema": constraint.schema},
         },
         "parsing_options": {
-            "parse_tool_calls": parsing.parse_tool_calls, "starts_in_tool_calls": parsing.starts_in_tool_calls,
+            "parse_tool_calls": parsing.parse_tool_calls,
+            "starts_in_tool_calls": parsing.starts_in_tool_calls,
             "parse_json_output": parsing.parse_json_output,
-            "thinking_initial_stage": STAGE_NAMES[parsing.thinking_initial_stage], "stop_sequences": parsing.stop_sequences,
+            "thinking_initial_stage": STAGE_NAMES[parsing.thinking_initial_stage],
+            "stop_sequences": parsing.stop_sequences,
         },
     }
 
 
 def source_object(source: ImageSource) -> dict:
     """An image source as the vectors write it."""
-    return {"kind": source.kind, "url": source.value if source.kind == "url" else None,
-            "data_url": source.value if source.kind == "data_url" else None, "detail": source.detail, "path": source.path}
+    return {
+        "kind": source.kind,
+        "url": source.value if source.kind == "url" else None,
+        "data_url": source.value if source.kind == "data_url" else None,
+        "detail": source.detail,
+        "path": source.path,
+    }
 
 
 @pytest.mark.parametrize("protocol", ["chat", "responses", "messages"])
@@ -131,8 +165,17 @@ def writer(protocol: str, parser: StreamParser, parsed: ParsedRequest, reply_id:
         return ChatStream(parser, reply_id, parsed.model, 0, "official", parsed.include_usage)
     if protocol == "messages":
         return MessagesStream(parser, reply_id, parsed.model, 0, "official", thinking=parsed.thinking)
-    return ResponsesStream(parser, reply_id, parsed.model, 0, "official", echo=parsed.echo, namespaces=parsed.namespaces,
-                           custom_tools=parsed.custom_tools, clock=lambda: 0)
+    return ResponsesStream(
+        parser,
+        reply_id,
+        parsed.model,
+        0,
+        "official",
+        echo=parsed.echo,
+        namespaces=parsed.namespaces,
+        custom_tools=parsed.custom_tools,
+        clock=lambda: 0,
+    )
 
 
 def frames(output: bytes) -> list[tuple[str | None, dict]]:

@@ -38,7 +38,7 @@ class Conversation:
         self._conversation = core.Conversation()
 
     def set_reasoning_mode(self, mode: str | None) -> "Conversation":
-        """"none" or None: answer at once; "low", "high", "xhigh" or "max": reason first. Raises ValueError."""
+        """ "none" or None: answer at once; "low", "high", "xhigh" or "max": reason first. Raises ValueError."""
         if mode not in (None, "none", "low", "high", "xhigh", "max"):
             raise ValueError(f"reasoning mode {mode!r} is not one of none, low, high, xhigh, max")
         self._conversation.thinking_mode = mode not in (None, "none")
@@ -83,8 +83,7 @@ class Conversation:
     def parsing(self) -> ParsingOptions:
         """How the reply to this conversation is to be read."""
         stage = "reasoning_start" if self._conversation.thinking_mode else None
-        return ParsingOptions(parse_tool_calls=self._conversation.tools_active, thinking_initial_stage=stage,
-                              lenient_end=True)
+        return ParsingOptions(parse_tool_calls=self._conversation.tools_active, thinking_initial_stage=stage, lenient_end=True)
 
     def _add(self, message: core.Message) -> "Conversation":
         self._conversation.messages.append(message)

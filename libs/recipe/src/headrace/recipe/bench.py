@@ -19,11 +19,49 @@ from pathlib import Path
 from typing import Any
 
 from . import Conversation, Encoding, Message, Tokenizer, ToolCall, ToolDefinition
+from .errors import RecipeError
+from .protocol import chat
 from .stream import ChatStream, MessagesStream, ParsingOptions, ResponsesStream, StreamParser
 from .tokens import DEFAULT_TOKENS
 
 TURNS = 100
-GOALS = {"render_ratio": 5.0, "next_turn_ratio": 10.0, "stream_us": 15.0, "fresh_text_ratio": 2.0}
+GOALS = {
+    "render_ratio": 5.0,
+    "next_turn_ratio": 10.0,
+    "stream_us": 15.0,
+    "fresh_text_ratio": 2.0,
+    "refusal_us": 100_000.0,
+    "refusal_growth": 6.0,
+}
+MEGABYTE = 1_000_000
+# Bodies that must be refused, by size in bytes.
+REFUSALS: dict[str, Callable[[int], bytes]] = {
+    "nested_arrays": lambda n: b"[" * n,
+    "nested_objects": lambda n: b'{"a":' * (n // 5),
+    "open_string": lambda n: b'"' + b"x" * n,
+    "open_object": lambda n: b"{" + b'"k":1,' * (n // 6),
+    "wrong_messages": lambda n: b'{"model":"m","messages":[' + b"0," * (n // 2) + b"0]}",
+    "escapes": lambda n: b'"\\' * (n // 2),
+    "no_utf8": lambda n: b"\xff" * n,
+    "unknown_roles": lambda n: b'{"model":"m","messages":[' + b'{"role":"x","content":"y"},' * (n // 27) + b"0]}",
+    "many_messages": lambda n: b'{"model":"m","messages":[' + b'{"role":"user","content":"y"},' * (n // 30) + b"0]}",
+    "empty_stop": lambda n: b'{"model":"m","messages":[],"stop":[' + b'"s",' * (n // 4) + b'""]}',
+    "long_number": lambda n: b"9" * n,
+    "negative_zeros": lambda n: b"[" + b"-0," * (n // 3) + b"]x",
+    "brackets_in_strings": lambda n: b'["' + b'\\"[' * (n // 3) + b'",' + b"[" * 200,
+    "open_string_of_quotes": lambda n: b"[" * 200 + b'"' + b'\\"' * (n // 2),
+    "deep_schema": lambda n: (
+        b'{"model":"DeepSeek-V4.1-Flash","messages":[{"role":"user","content":"u"}],"tools":['
+        + b",".join(
+            [
+                b'{"type":"function","function":{"name":"f%d","parameters":{"type":"object","properties":{"a":{"type":"string"}}}}}'
+                % i
+                for i in range(n // 110)
+            ]
+        )
+        + b',{"type":"function","function":{"name":"z","parameters":{"type":"object","required":1}}}]}'
+    ),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,6 +91,7 @@ def run(definition: dict[str, Any]) -> dict[str, Any]:
     result |= _next_turn(official, tokenizer, theirs, texts)
     result |= _fresh_text(official, tokenizer, theirs, texts)
     result |= _streams(official, tokenizer, theirs, texts)
+    result |= _refusals()
     result["goals"] = GOALS
     result["goals_met"] = _goals_met(result) if official else None
     return result
@@ -79,6 +118,8 @@ def _goals_met(result: dict[str, Any]) -> bool:
         result["render_ratio"] <= GOALS["render_ratio"]
         and result["next_turn_ratio"] >= GOALS["next_turn_ratio"]
         and result["fresh_text_ratio"] >= GOALS["fresh_text_ratio"]
+        and result["refusal_worst_us_per_mb"] <= GOALS["refusal_us"]
+        and result["refusal_worst_growth"] <= GOALS["refusal_growth"]
         and max(result[f"stream_{name}_us_per_token"] for name in ("chat", "responses", "messages")) <= GOALS["stream_us"]
     )
 
@@ -105,8 +146,11 @@ def _next_turn(official: Any, tokenizer: Tokenizer, theirs: Any, texts: list[str
     rounds = []
     for number in range(20):
         following = copy.copy(base)
-        following.messages = [*base.messages, Message("assistant", f"Answer {number}. {texts[-1]}", "because"),
-                              Message("user", f"Question {number}. {texts[-2 - number]}")]
+        following.messages = [
+            *base.messages,
+            Message("assistant", f"Answer {number}. {texts[-1]}", "because"),
+            Message("user", f"Question {number}. {texts[-2 - number]}"),
+        ]
         rounds.append(following)
     times, counts = [], []
     for following in rounds:
@@ -133,20 +177,29 @@ def _fresh_text(official: Any, tokenizer: Tokenizer, theirs: Any, texts: list[st
     start = time.process_time()
     counts = sum(len(tokenizer.encode_plain(text)) for text in fresh)
     ours = (time.process_time() - start) * 1e6
-    result = {"fresh_text_us": round(ours, 1), "fresh_text_tokens": counts, "fresh_text_us_per_1k_tokens": round(ours / counts * 1000, 1)}
+    result = {
+        "fresh_text_us": round(ours, 1),
+        "fresh_text_tokens": counts,
+        "fresh_text_us_per_1k_tokens": round(ours / counts * 1000, 1),
+    }
     if official:
         start = time.process_time()
         others = sum(len(theirs.encode(text)) for text in fresh)
         wheel = (time.process_time() - start) * 1e6
-        result |= {"wheel_fresh_text_us": round(wheel, 1), "wheel_fresh_text_tokens": others,
-                   "fresh_text_ratio": round(wheel / ours, 2)}
+        result |= {
+            "wheel_fresh_text_us": round(wheel, 1),
+            "wheel_fresh_text_tokens": others,
+            "fresh_text_ratio": round(wheel / ours, 2),
+        }
     return result
 
 
 def _streams(official: Any, tokenizer: Tokenizer, theirs: Any, texts: list[str]) -> dict[str, Any]:
     """Ids one by one to bytes for the socket: reasoning, content with newlines and tags, one tool call."""
-    call = ('\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="search">\n<｜DSML｜ parameter name="query" string="true">a b c'
-            "</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls>")
+    call = (
+        '\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="search">\n<｜DSML｜ parameter name="query" string="true">a b c'
+        "</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls>"
+    )
     ids = tokenizer.encode(texts[0] + texts[1] + "</think>\n\n" + texts[2] + texts[3] + call)
     parsing = ParsingOptions(thinking_initial_stage="reasoning_start")
     result: dict[str, Any] = {"stream_tokens": len(ids)}
@@ -162,8 +215,33 @@ def _streams(official: Any, tokenizer: Tokenizer, theirs: Any, texts: list[str])
 
         result[f"stream_{name}_us_per_token"] = round(_best(once) / len(ids), 2)
         if official:
-            result[f"wheel_stream_{name}_us_per_token"] = round(_best(lambda n=name: _their_stream(official, theirs, n, ids)) / len(ids), 2)
+            result[f"wheel_stream_{name}_us_per_token"] = round(
+                _best(lambda n=name: _their_stream(official, theirs, n, ids)) / len(ids), 2
+            )
     return result
+
+
+def _refusals() -> dict[str, Any]:
+    """Cost of refusing a megabyte, and how it grows from a quarter of it (4 is linear)."""
+
+    def refuse(body: bytes) -> None:
+        try:
+            chat.parse(body)
+        except RecipeError:
+            return
+        raise AssertionError("a body that must be refused was accepted")
+
+    costs, growth = {}, {}
+    for name, make in REFUSALS.items():
+        small, large = make(MEGABYTE // 4), make(MEGABYTE)
+        costs[name] = _best(lambda body=large: refuse(body), rounds=4)
+        growth[name] = round(costs[name] / max(_best(lambda body=small: refuse(body), rounds=4), 1000.0), 2)
+    return {
+        "refusal_us_per_mb": costs,
+        "refusal_worst_us_per_mb": max(costs.values()),
+        "refusal_growth": growth,
+        "refusal_worst_growth": max(growth.values()),
+    }
 
 
 def _their_stream(official: Any, theirs: Any, name: str, ids: list[int]) -> int:
@@ -174,7 +252,10 @@ def _their_stream(official: Any, theirs: Any, name: str, ids: list[int]) -> int:
         cls, body = official.ResponsesRequest, {"input": "x", "tools": [{"type": "function", "name": "search"}]}
     else:
         schema = {"name": "search", "input_schema": {"type": "object"}}
-        cls, body = official.MessagesRequest, {"messages": [{"role": "user", "content": "x"}], "tools": [schema], "max_tokens": 9}
+        cls, body = (
+            official.MessagesRequest,
+            {"messages": [{"role": "user", "content": "x"}], "tools": [schema], "max_tokens": 9},
+        )
     request = cls({"model": model, **body}).convert(official.ConversionOptions())
     processor = official.StreamProcessor(cls.chunk_generator(request, "id", model), request.parsing_options, theirs)
     size = 0

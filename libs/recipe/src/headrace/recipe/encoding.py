@@ -78,18 +78,14 @@ class Encoding:
         """The prompt as text, special ranges and images."""
         return self._template.render(conversation)
 
-    def encode(
-        self, conversation: Conversation, namespace: bytes = b"", replay: ReplayCache | None = None
-    ) -> "array[int]":
+    def encode(self, conversation: Conversation, namespace: bytes = b"", replay: ReplayCache | None = None) -> "array[int]":
         """Token ids. Cached segments are shared within `namespace` only, and so are turns that `replay` remembers.
 
         Raises RuntimeError without a tokenizer, or when it lacks a special token that the template writes.
         """
         return self.encode_rendered(self.render(conversation), namespace, replay)
 
-    def encode_rendered(
-        self, rendered: Rendered, namespace: bytes = b"", replay: ReplayCache | None = None
-    ) -> "array[int]":
+    def encode_rendered(self, rendered: Rendered, namespace: bytes = b"", replay: ReplayCache | None = None) -> "array[int]":
         """Token ids of a rendered prompt."""
         ids = array("I")
         at = 0

@@ -4,8 +4,16 @@ from .jsontext import compact
 
 INVALID = "invalid_request_error"
 _TYPES = {
-    400: INVALID, 401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error",
-    413: "request_too_large", 422: INVALID, 429: "rate_limit_error", 503: "overloaded_error", 529: "overloaded_error",
+    400: INVALID,
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    422: INVALID,
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
 }
 
 

@@ -37,8 +37,10 @@ _MAX_TOKENS = 1024
 _MAX_OUTPUT_SIDE = 16380  # WebP's limit, rounded to patches
 _FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "GIF": "image/gif", "WEBP": "image/webp"}
 _DATA_TYPES = {"image/png", "image/jpeg", "image/jpg", "image/gif", "image/webp"}
-_UNSUPPORTED = ("You have uploaded an unsupported image. Please make sure your image is valid and has one of the "
-                "following formats: webp, png, jpeg, and gif.")
+_UNSUPPORTED = (
+    "You have uploaded an unsupported image. Please make sure your image is valid and has one of the "
+    "following formats: webp, png, jpeg, and gif."
+)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 DestinationFilter = Callable[[str, str], bool]
@@ -257,8 +259,11 @@ class ImageFetcher:
                         place = urljoin(place, location)
                         continue
                     if response.status != 200:
-                        raise ImageError("FetchStatus", f"Failed to download image from {url}: status {response.status}",
-                                         retryable=response.status >= 500)
+                        raise ImageError(
+                            "FetchStatus",
+                            f"Failed to download image from {url}: status {response.status}",
+                            retryable=response.status >= 500,
+                        )
                     return await self._body(response, url)
             except (aiohttp.ClientError, OSError, ValueError):
                 raise _failed(url, retryable=True) from None
@@ -292,8 +297,12 @@ class ImageFetcher:
 
         if self._session is None:
             connector = aiohttp.TCPConnector(resolver=_PinnedResolver(self._allows), use_dns_cache=False, limit=64)
-            self._session = aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False,
-                                                  headers={"User-Agent": "headrace", "Accept": "image/*"})
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                trust_env=False,
+                auto_decompress=False,
+                headers={"User-Agent": "headrace", "Accept": "image/*"},
+            )
         return self._session
 
 
@@ -327,8 +336,9 @@ async def resolve_images(
     """Fetch, check and preprocess the images of a request, in order. A failure leaves `quota` as it was."""
     if quota.images + len(sources) > MAX_IMAGES:
         path = sources[MAX_IMAGES - quota.images].path
-        raise ImageError("TooManyImages", f"{path}: Too many images: max {MAX_IMAGES} images per request, "
-                                          f"got {quota.images + len(sources)}")
+        raise ImageError(
+            "TooManyImages", f"{path}: Too many images: max {MAX_IMAGES} images per request, got {quota.images + len(sources)}"
+        )
     counts: dict[str, int] = {}
     images, total = [], quota.bytes
     loop = asyncio.get_running_loop()

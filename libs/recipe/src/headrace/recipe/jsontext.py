@@ -18,8 +18,10 @@ _decode = msgspec.json.Decoder().decode
 _spaced = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False).encode
 _compact = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
 _quote = json.encoder.encode_basestring
-# Only texts with one of these need the slow paths: a negative zero, an integer that may not fit 64 bits.
-_ODD_NUMBER = re.compile(r"-0|\d{19}")
+_DIGITS = bytes(ord("0") if chr(byte).isdigit() and byte < 128 else byte for byte in range(256))
+_LONG_NUMBER = b"0" * 19
+_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z|\\)', re.DOTALL)  # an open string reaches to the end
 _SMALL_FLOAT = re.compile(r"\de-0")
 
 
@@ -29,16 +31,13 @@ class JSONError(ValueError):
 
 def loads(text: str | bytes) -> Any:
     """Parse JSON. Raises `JSONError` with the parser's reason."""
-    if isinstance(text, bytes):
-        try:
-            text = text.decode()
-        except UnicodeDecodeError as error:
-            raise JSONError(f"invalid unicode code point at byte {error.start}") from None
-    _check_depth(text)
     try:
-        value = _decode(text)
-        if _ODD_NUMBER.search(text):
-            value = json.loads(text, parse_int=_parse_int)
+        data = text if isinstance(text, bytes) else text.encode()
+        _check_depth(data)
+        value = _decode(data)
+        # Only a negative zero, or an integer that may not fit 64 bits, needs the slow parser.
+        if b"-0" in data or _LONG_NUMBER in data.translate(_DIGITS):
+            value = json.loads(data, parse_int=_parse_int)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise JSONError(str(error)) from None
     return value
@@ -63,18 +62,17 @@ def quote(text: str) -> str:
     return _quote(text)
 
 
-def _check_depth(text: str) -> None:
+def _check_depth(data: bytes) -> None:
     """Refuse more than MAX_DEPTH nested containers, in linear time; strings are skipped only when it matters."""
-    if text.count("[") + text.count("{") <= MAX_DEPTH:
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
         return
     depth = 0
-    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text, re.DOTALL):
-        char = text[token.start()]
-        if char in "[{":
+    for bracket in _STRING.sub(b"", data).translate(None, _NOT_BRACKETS):
+        if bracket in b"[{":
             depth += 1
             if depth > MAX_DEPTH:
                 raise JSONError(f"recursion limit exceeded: more than {MAX_DEPTH} nested containers")
-        elif char in "]}":
+        else:
             depth -= 1
 
 

@@ -82,7 +82,7 @@ class Template:
         self._tools_head = self._split(PROMPTS[f"{self.version}.tools.head"])
         self._tools_tail = PROMPTS[f"{self.version}.tools.tail"]
         gap = self.dsml_gap
-        self._invoke = f"{gap}invoke name=\""
+        self._invoke = f'{gap}invoke name="'
         self._close_parameter = f"{gap}parameter>"
         self._close_invoke = f"{gap}invoke>\n"
 
@@ -243,9 +243,7 @@ class V41Template(Template):
 
     def _effort_line(self, conversation: Conversation) -> str:
         effort = self.efforts[conversation.reasoning_effort]
-        return (
-            f"Reasoning Effort: {effort} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
-        )
+        return f"Reasoning Effort: {effort} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
 
     def _updated_tools(self, w: "_Writer", message: Message) -> None:
         if message.tools:
@@ -408,8 +406,11 @@ def _join(left: Message, right: Message) -> Message:
 
 def _order_results(messages: list[Message]) -> list[Message]:
     """The n messages after an assistant with n >= 2 calls: results without id, results by id text, then the rest."""
-    windows = [(i + 1, len(m.tool_calls)) for i, m in enumerate(messages)
-               if m.role == "assistant" and m.tool_calls and len(m.tool_calls) >= 2]
+    windows = [
+        (i + 1, len(m.tool_calls))
+        for i, m in enumerate(messages)
+        if m.role == "assistant" and m.tool_calls and len(m.tool_calls) >= 2
+    ]
     for start, count in windows:
         if start + count <= len(messages):
             messages[start : start + count] = sorted(messages[start : start + count], key=_result_key)

@@ -3,4 +3,15 @@
 from . import chat, completions, messages, responses
 from .request import OFFICIAL, OPEN, ConversionOptions, OutputConstraint, ParsedRequest, Sampling
 
-__all__ = ["OFFICIAL", "OPEN", "ConversionOptions", "OutputConstraint", "ParsedRequest", "Sampling", "chat", "completions", "messages", "responses"]
+__all__ = [
+    "OFFICIAL",
+    "OPEN",
+    "ConversionOptions",
+    "OutputConstraint",
+    "ParsedRequest",
+    "Sampling",
+    "chat",
+    "completions",
+    "messages",
+    "responses",
+]

@@ -127,7 +127,7 @@ _choice_type, _choice_function = reader(Literal["function"]), reader(ChoiceFunct
 
 
 def _tool_choice(value: Any) -> str | ChoiceFunction:
-    """"none", "auto", "required" or a named function."""
+    """ "none", "auto", "required" or a named function."""
     if isinstance(value, str) and value in ("none", "auto", "required"):
         return value
     if not isinstance(value, dict) or "type" not in value:
@@ -165,9 +165,16 @@ class RegexFormat(msgspec.Struct):
 
 ResponseFormat = Annotated[
     Any,
-    Tagged("ChatCompletionResponseFormat", "type", {
-        "json_object": JsonObjectFormat, "json_schema": JsonSchemaFormat, "regex": RegexFormat, "text": TextFormat,
-    }),
+    Tagged(
+        "ChatCompletionResponseFormat",
+        "type",
+        {
+            "json_object": JsonObjectFormat,
+            "json_schema": JsonSchemaFormat,
+            "regex": RegexFormat,
+            "text": TextFormat,
+        },
+    ),
 ]
 
 
@@ -271,8 +278,17 @@ class OpenChatRequest(ChatRequest, kw_only=True):
 _read_official = reader(ChatRequest)
 _read_open = reader(OpenChatRequest)
 read_open_fields = reader(OpenFields)
-_EXTRAS = ("cache_salt", "priority", "request_id", "rid", "session_id", "user", "kv_transfer_params",
-           "return_token_ids", "reasoning_alias")
+_EXTRAS = (
+    "cache_salt",
+    "priority",
+    "request_id",
+    "rid",
+    "session_id",
+    "user",
+    "kv_transfer_params",
+    "return_token_ids",
+    "reasoning_alias",
+)
 
 
 def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN) -> ParsedRequest:
@@ -399,9 +415,7 @@ def _results(
         if item.tool_call_id in answered:
             raise RecipeError(f"Duplicate value for 'tool_call_id' of {item.tool_call_id} in message[{position}]")
         if item.tool_call_id not in wanted:
-            raise RecipeError(
-                f"{required}, The following tool_call_ids did not have response messages: {item.tool_call_id}"
-            )
+            raise RecipeError(f"{required}, The following tool_call_ids did not have response messages: {item.tool_call_id}")
         answered.add(item.tool_call_id)
         results.append(_message(item, position, version, options))
     return results
@@ -410,8 +424,10 @@ def _results(
 def _check_prefix_place(messages: list[Message]) -> None:
     """Only the last message may be a prefix."""
     if any(message.prefix for message in messages[:-1]):
-        raise RecipeError("Invalid completion message: prefix set true with message which is not final message or "
-                          "message role is not assistant")
+        raise RecipeError(
+            "Invalid completion message: prefix set true with message which is not final message or "
+            "message role is not assistant"
+        )
 
 
 def _check_prefix_use(messages: list[Message], request: ChatRequest) -> None:
@@ -454,8 +470,10 @@ def _message(item: Any, index: int, version: str, options: ConversionOptions) ->
 def _assistant(item: AssistantMessage, index: int, version: str, path: str, token: str) -> Message:
     calls = item.tool_calls
     if calls is not None and not calls:
-        raise RecipeError(f"Invalid 'messages[{index}].tool_calls': empty array. "
-                          "Expected an array with minimum length 1, but got an empty array instead.")
+        raise RecipeError(
+            f"Invalid 'messages[{index}].tool_calls': empty array. "
+            "Expected an array with minimum length 1, but got an empty array instead."
+        )
     if item.content is None and calls is None:
         raise RecipeError("Invalid assistant message: content or tool_calls must be set")
     reasoning = item.reasoning_content
@@ -471,9 +489,7 @@ def _assistant(item: AssistantMessage, index: int, version: str, path: str, toke
     return content.fill(message)
 
 
-def _gather(
-    source: str | list[Any], version: str, path: str, token: str, refuse_images: bool = False
-) -> common.Content:
+def _gather(source: str | list[Any], version: str, path: str, token: str, refuse_images: bool = False) -> common.Content:
     content = common.Content(token, path)
     if isinstance(source, str):
         content.text(source)
@@ -576,7 +592,9 @@ def apply_open(sampling: Sampling, fields: OpenFields) -> None:
     common.in_range("min_p", fields.min_p, 0, 1, "[0, 1]")
     common.in_range("repetition_penalty", fields.repetition_penalty, 0, 2, "(0, 2]", open_low=True)
     if fields.min_tokens is not None and sampling.max_tokens is not None and fields.min_tokens > sampling.max_tokens:
-        raise RecipeError(f"min_tokens ({fields.min_tokens}) must not exceed max_tokens ({sampling.max_tokens})", param="min_tokens")
+        raise RecipeError(
+            f"min_tokens ({fields.min_tokens}) must not exceed max_tokens ({sampling.max_tokens})", param="min_tokens"
+        )
     sampling.min_tokens = fields.min_tokens
     sampling.stop_token_ids = fields.stop_token_ids or []
     sampling.ignore_eos = bool(fields.ignore_eos)

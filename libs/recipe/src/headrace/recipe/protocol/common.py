@@ -36,8 +36,12 @@ def model_version(model: str, options: ConversionOptions) -> str:
     if version is None:
         if options.dialect == "open":
             names = ", ".join(sorted(options.models))
-            raise RecipeError(f"The model `{model}` does not exist; served models: {names}.", status=404,
-                              param="model", code="model_not_found")
+            raise RecipeError(
+                f"The model `{model}` does not exist; served models: {names}.",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
         raise RecipeError(f"The supported API model names are {', '.join(sorted(options.models))}, but you passed {model}.")
     return version
 
@@ -69,16 +73,12 @@ def check_stops(stops: list[str], name: str, single: bool = False) -> None:
             )
 
 
-def resolve_sampling(
-    sampling: Sampling, version: str, thinking: bool, tools_active: bool, options: ConversionOptions
-) -> None:
+def resolve_sampling(sampling: Sampling, version: str, thinking: bool, tools_active: bool, options: ConversionOptions) -> None:
     """Apply the referee's forced values; the open dialect keeps what was sent."""
     if options.dialect == "open":
         return
     requested = 1.0 if sampling.top_p is None else sampling.top_p
-    if thinking:
-        sampling.temperature = 1.0
-    elif sampling.temperature is None:
+    if thinking or sampling.temperature is None:
         sampling.temperature = 1.0
     if version == "v41":
         sampling.top_p = max(_F32_095, requested) if thinking else 1.0
@@ -105,8 +105,7 @@ def check_tool_name(name: str, place: str) -> None:
         )
     if not _TOOL_NAME.match(name):
         raise RecipeError(
-            f"Invalid '{place}': string does not match pattern. "
-            "Expected a string that matches the pattern '^[a-zA-Z0-9_-]+$'."
+            f"Invalid '{place}': string does not match pattern. Expected a string that matches the pattern '^[a-zA-Z0-9_-]+$'."
         )
 
 

@@ -68,8 +68,9 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
     if len(request.prompt) > MAX_PROMPTS:
         raise RecipeError(f"{len(request.prompt)} prompts in one request; at most {MAX_PROMPTS} are served", param="prompt")
     if request.suffix is not None and not all(isinstance(prompt, str) for prompt in request.prompt):
-        raise RecipeError("suffix needs a text prompt; token ids can spell the fill-in-the-middle tokens themselves",
-                          param="suffix")
+        raise RecipeError(
+            "suffix needs a text prompt; token ids can spell the fill-in-the-middle tokens themselves", param="suffix"
+        )
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     common.check_stops(stops, "stop", single=isinstance(request.stop, str))
     if request.stream_options is not None and not request.stream:
@@ -87,8 +88,9 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
         version=version,
         conversation=Conversation(thinking_mode=False),
         sampling=sampling,
-        parsing=ParsingOptions(parse_tool_calls=False, stop_sequences=stops, raw=True, lenient_end=True,
-                               special_tokens=options.special_tokens),
+        parsing=ParsingOptions(
+            parse_tool_calls=False, stop_sequences=stops, raw=True, lenient_end=True, special_tokens=options.special_tokens
+        ),
         stream=bool(request.stream),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         extras=extras,

@@ -35,7 +35,9 @@ class TextBlock(msgspec.Struct):
 
 
 class ImageBlock(msgspec.Struct):
-    source: Annotated[Any, Tagged("MessagesImageSource", "type", {"base64": Base64Source, "url": UrlSource, "file": FileSource})]
+    source: Annotated[
+        Any, Tagged("MessagesImageSource", "type", {"base64": Base64Source, "url": UrlSource, "file": FileSource})
+    ]
 
 
 class DocumentSource(msgspec.Struct):
@@ -73,9 +75,23 @@ class ReferenceBlock(msgspec.Struct):
     tool_name: str
 
 
-_read_result = reader(list[Annotated[Any, Tagged("MessagesToolResultBlock", "type", {
-    "text": TextBlock, "image": ImageBlock, "document": DocumentBlock, "tool_reference": ReferenceBlock,
-})]])
+_read_result = reader(
+    list[
+        Annotated[
+            Any,
+            Tagged(
+                "MessagesToolResultBlock",
+                "type",
+                {
+                    "text": TextBlock,
+                    "image": ImageBlock,
+                    "document": DocumentBlock,
+                    "tool_reference": ReferenceBlock,
+                },
+            ),
+        ]
+    ]
+)
 
 
 def _string_or(read: Any) -> Any:
@@ -103,11 +119,28 @@ class ToolAdditionBlock(msgspec.Struct):
     tool: Annotated[Any, Tagged("MessagesToolReference", "type", {"tool_reference": AddedTool})]
 
 
-_read_blocks = reader(list[Annotated[Any, Tagged("MessagesContentBlock", "type", {
-    "text": TextBlock, "image": ImageBlock, "document": DocumentBlock, "thinking": ThinkingBlock,
-    "server_tool_use": ServerToolUseBlock, "tool_use": ToolUseBlock, "tool_result": ToolResultBlock,
-    "web_search_tool_result": SearchResultBlock, "tool_addition": ToolAdditionBlock,
-})]])
+_read_blocks = reader(
+    list[
+        Annotated[
+            Any,
+            Tagged(
+                "MessagesContentBlock",
+                "type",
+                {
+                    "text": TextBlock,
+                    "image": ImageBlock,
+                    "document": DocumentBlock,
+                    "thinking": ThinkingBlock,
+                    "server_tool_use": ServerToolUseBlock,
+                    "tool_use": ToolUseBlock,
+                    "tool_result": ToolResultBlock,
+                    "web_search_tool_result": SearchResultBlock,
+                    "tool_addition": ToolAdditionBlock,
+                },
+            ),
+        ]
+    ]
+)
 _read_system = reader(list[Annotated[Any, Tagged("MessagesSystemBlock", "type", {"text": TextBlock})]])
 
 
@@ -148,8 +181,12 @@ def _tool(value: Any) -> Any:
     return ClientTool(**found)
 
 
-_TOOL_FIELDS = {"name": reader(str), "description": reader(str | None), "input_schema": reader(Any),
-                "defer_loading": reader(bool | None)}
+_TOOL_FIELDS = {
+    "name": reader(str),
+    "description": reader(str | None),
+    "input_schema": reader(Any),
+    "defer_loading": reader(bool | None),
+}
 
 
 class AutoChoice(msgspec.Struct):
@@ -194,9 +231,22 @@ class MessagesRequest(msgspec.Struct):
     max_tokens: U32 | None = None
     system: Annotated[Any, _string_or(_read_system)] | None = None
     tools: list[Annotated[Any, Check(_tool)]] | None = None
-    tool_choice: Annotated[Any, Tagged("MessagesToolChoice", "type", {
-        "auto": AutoChoice, "any": AnyChoice, "tool": ToolChoice, "none": NoneChoice,
-    })] | None = None
+    tool_choice: (
+        Annotated[
+            Any,
+            Tagged(
+                "MessagesToolChoice",
+                "type",
+                {
+                    "auto": AutoChoice,
+                    "any": AnyChoice,
+                    "tool": ToolChoice,
+                    "none": NoneChoice,
+                },
+            ),
+        ]
+        | None
+    ) = None
     temperature: F32 | None = None
     top_p: F32 | None = None
     stop_sequences: list[str] | None = None
@@ -277,9 +327,7 @@ def _declared_tools(
     return tools, dropped
 
 
-def _set_tools(
-    conversation: Conversation, request: MessagesRequest, tools: list[ToolDefinition], dropped: set[str]
-) -> None:
+def _set_tools(conversation: Conversation, request: MessagesRequest, tools: list[ToolDefinition], dropped: set[str]) -> None:
     """Check the tools and apply the choice."""
     choice, named = request.tool_choice, None
     if isinstance(choice, NoneChoice):
@@ -404,8 +452,9 @@ class _Reader:
                 if tool is not None:
                     added.append(tool)
                 else:
-                    raise RecipeError(f"messages.{index}.content.{position}: "
-                                      f"`tool_addition` references unknown tool '{block.tool.name}'")
+                    raise RecipeError(
+                        f"messages.{index}.content.{position}: `tool_addition` references unknown tool '{block.tool.name}'"
+                    )
             else:
                 self._part(content, block, f"messages.{index}.content[{position}]", f"messages.{index}")
         message = content.fill(Message("system", tools=added or None))
@@ -431,17 +480,18 @@ class _Reader:
         if added and self.version != "v4":
             self.messages.append(Message("system", tools=added))
 
-    def _result(
-        self, index: int, position: int, block: ToolResultBlock, seen: set[str], added: list[ToolDefinition]
-    ) -> None:
+    def _result(self, index: int, position: int, block: ToolResultBlock, seen: set[str], added: list[ToolDefinition]) -> None:
         place = f"messages.{index}.content.{position}"
         tool_id = block.tool_use_id
         if tool_id in seen:
-            raise RecipeError(f"{place}: each tool_use must have a single result. "
-                              f"Found multiple `tool_result` blocks with id: {tool_id}")
+            raise RecipeError(
+                f"{place}: each tool_use must have a single result. Found multiple `tool_result` blocks with id: {tool_id}"
+            )
         if tool_id not in self.known:
-            raise RecipeError(f"unexpected `{place}: tool_use_id` found in `tool_result` blocks: {tool_id}. "
-                              "Each `tool_result` block must have a corresponding `tool_use` block in the previous message.")
+            raise RecipeError(
+                f"unexpected `{place}: tool_use_id` found in `tool_result` blocks: {tool_id}. "
+                "Each `tool_result` block must have a corresponding `tool_use` block in the previous message."
+            )
         seen.add(tool_id)
         self.waiting.remove(tool_id)
         content = common.Content(self.token)
@@ -499,8 +549,10 @@ def _is_base64(data: str) -> bool:
 
 
 def _without_results(place: str, waiting: list[str]) -> str:
-    return (f"{place}`tool_use` ids were found without `tool_result` blocks immediately after: {', '.join(sorted(waiting))}. "
-            "Each `tool_use` block must have a corresponding `tool_result` block in the next message.")
+    return (
+        f"{place}`tool_use` ids were found without `tool_result` blocks immediately after: {', '.join(sorted(waiting))}. "
+        "Each `tool_use` block must have a corresponding `tool_result` block in the next message."
+    )
 
 
 def _sampling(

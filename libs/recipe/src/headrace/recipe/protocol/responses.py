@@ -34,12 +34,39 @@ class FilePart(msgspec.Struct):
     pass
 
 
-_read_content = reader(list[Annotated[Any, Tagged("ResponsesContentBlock", "type", {
-    "input_text": TextPart, "output_text": TextPart, "input_image": ImagePart, "input_file": FilePart,
-})]])
-_read_output = reader(list[Annotated[Any, Tagged("ResponsesToolCallOutputItem", "type", {
-    "input_text": TextPart, "input_image": ImagePart, "input_file": FilePart,
-})]])
+_read_content = reader(
+    list[
+        Annotated[
+            Any,
+            Tagged(
+                "ResponsesContentBlock",
+                "type",
+                {
+                    "input_text": TextPart,
+                    "output_text": TextPart,
+                    "input_image": ImagePart,
+                    "input_file": FilePart,
+                },
+            ),
+        ]
+    ]
+)
+_read_output = reader(
+    list[
+        Annotated[
+            Any,
+            Tagged(
+                "ResponsesToolCallOutputItem",
+                "type",
+                {
+                    "input_text": TextPart,
+                    "input_image": ImagePart,
+                    "input_file": FilePart,
+                },
+            ),
+        ]
+    ]
+)
 
 
 def _content(value: Any) -> Any:
@@ -185,10 +212,22 @@ class OtherTool(msgspec.Struct):
     pass
 
 
-Tool = Annotated[Any, Tagged("ResponsesTool", "type", {
-    "function": FunctionTool, "custom": CustomTool, "namespace": NamespaceTool, "web_search": WebSearch,
-    "web_search_2025_08_26": DatedWebSearch, "tool_search": ToolSearch,
-}, other=OtherTool)]
+Tool = Annotated[
+    Any,
+    Tagged(
+        "ResponsesTool",
+        "type",
+        {
+            "function": FunctionTool,
+            "custom": CustomTool,
+            "namespace": NamespaceTool,
+            "web_search": WebSearch,
+            "web_search_2025_08_26": DatedWebSearch,
+            "tool_search": ToolSearch,
+        },
+        other=OtherTool,
+    ),
+]
 
 
 class NamedFunction(msgspec.Struct):
@@ -207,9 +246,21 @@ class DatedSearchChoice(SearchChoice):
     pass
 
 
-_read_choice = reader(Annotated[Any, Tagged("ResponsesNamedToolChoice", "type", {
-    "function": NamedFunction, "web_search": SearchChoice, "web_search_2025_08_26": DatedSearchChoice, "custom": NamedCustom,
-})])
+_read_choice = reader(
+    Annotated[
+        Any,
+        Tagged(
+            "ResponsesNamedToolChoice",
+            "type",
+            {
+                "function": NamedFunction,
+                "web_search": SearchChoice,
+                "web_search_2025_08_26": DatedSearchChoice,
+                "custom": NamedCustom,
+            },
+        ),
+    ]
+)
 
 
 def _tool_choice(value: Any) -> Any:
@@ -243,9 +294,18 @@ class JsonSchemaFormat(msgspec.Struct):
 
 class TextConfig(msgspec.Struct):
     shape_name = "ResponsesTextConfig"
-    format: Annotated[Any, Tagged("ResponsesTextFormat", "type", {
-        "text": TextFormat, "json_schema": JsonSchemaFormat, "json_object": JsonObjectFormat,
-    })] = None
+    format: Annotated[
+        Any,
+        Tagged(
+            "ResponsesTextFormat",
+            "type",
+            {
+                "text": TextFormat,
+                "json_schema": JsonSchemaFormat,
+                "json_object": JsonObjectFormat,
+            },
+        ),
+    ] = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
@@ -457,8 +517,10 @@ class _Reader:
 
     def _check_id(self, index: int, call_id: str) -> None:
         if not call_id:
-            raise RecipeError(f"Invalid 'input[{index}].call_id': empty string. "
-                              "Expected a string with minimum length 1, but got an empty string instead.")
+            raise RecipeError(
+                f"Invalid 'input[{index}].call_id': empty string. "
+                "Expected a string with minimum length 1, but got an empty string instead."
+            )
 
     def _gather(self, source: Any, index: int, field: str = "content") -> common.Content:
         content = common.Content(self.token)
@@ -491,8 +553,9 @@ def _check_json_word(request: ResponsesRequest, messages: list[Message]) -> None
     if request.text is None or not isinstance(request.text.format, JsonObjectFormat):
         return
     if not any("json" in message.content.lower() for message in messages):
-        raise RecipeError("Response input messages must contain the word 'json' in some form to use 'text.format' of "
-                          "type 'json_object'.")
+        raise RecipeError(
+            "Response input messages must contain the word 'json' in some form to use 'text.format' of type 'json_object'."
+        )
 
 
 # --- tools and format ------------------------------------------------------------------------------------------------
@@ -513,8 +576,10 @@ def _check_tool_names(request: ResponsesRequest) -> None:
             names: set[str] = set()
             for number, inner in enumerate(tool.tools):
                 if isinstance(inner, CustomTool):
-                    raise RecipeError("Currently custom tools are not allowed inside a namespace. "
-                                      f"Found custom tool '{inner.name}' in tools[{index}].tools[{number}].")
+                    raise RecipeError(
+                        "Currently custom tools are not allowed inside a namespace. "
+                        f"Found custom tool '{inner.name}' in tools[{index}].tools[{number}]."
+                    )
                 common.check_tool_name(inner.name, f"tools[{index}].tools[{number}].name")
                 if inner.name in names:
                     raise RecipeError("Tool names within a namespace must be unique.")
@@ -548,8 +613,13 @@ def _definitions(request: ResponsesRequest, version: str) -> tuple[list[ToolDefi
         if isinstance(tool, FunctionTool):
             tools.append(ToolDefinition(tool.name, tool.description, tool.parameters, tool.strict))
         elif isinstance(tool, CustomTool):
-            tools.append(ToolDefinition(APPLY_PATCH, PROMPTS[f"{version}.responses.apply_patch.description"],
-                                        loads(PROMPTS[f"{version}.responses.apply_patch.parameters"])))
+            tools.append(
+                ToolDefinition(
+                    APPLY_PATCH,
+                    PROMPTS[f"{version}.responses.apply_patch.description"],
+                    loads(PROMPTS[f"{version}.responses.apply_patch.parameters"]),
+                )
+            )
         elif isinstance(tool, ToolSearch) and tool.execution == "client":
             tools.append(ToolDefinition("tool_search", tool.description, tool.parameters))
         elif isinstance(tool, NamespaceTool):
@@ -602,9 +672,7 @@ def _check_strict(conversation: Conversation) -> None:
         raise RecipeError("response_format should not be used with tools")
 
 
-def _sampling(
-    request: ResponsesRequest, thinking: bool, options: ConversionOptions, fields: OpenFields | None
-) -> Sampling:
+def _sampling(request: ResponsesRequest, thinking: bool, options: ConversionOptions, fields: OpenFields | None) -> Sampling:
     common.in_range("temperature", request.temperature, 0, 2, "[0, 2]")
     common.in_range("top_p", request.top_p, 0, 1, "(0, 1.0]", open_low=True)
     if request.top_logprobs is not None and request.top_logprobs > 20:
@@ -647,8 +715,13 @@ def echo(request: ResponsesRequest) -> dict[str, Any]:
 
 def _echo_format(form: Any) -> dict[str, Any]:
     if isinstance(form, JsonSchemaFormat):
-        return {"type": "json_schema", "name": form.name, "schema": form.schema, "description": form.description,
-                "strict": form.strict}
+        return {
+            "type": "json_schema",
+            "name": form.name,
+            "schema": form.schema,
+            "description": form.description,
+            "strict": form.strict,
+        }
     return {"type": "json_object" if isinstance(form, JsonObjectFormat) else "text"}
 
 
@@ -670,9 +743,16 @@ def _echo_tool(tool: Any) -> dict[str, Any] | None:
         return {"type": "namespace", "name": tool.name, "description": tool.description, "tools": inner}
     if isinstance(tool, WebSearch):
         location = None if tool.user_location is None else msgspec.structs.asdict(tool.user_location)
-        return {"type": _WEB_SEARCH[isinstance(tool, DatedWebSearch)], "search_context_size": tool.search_context_size,
-                "user_location": location}
+        return {
+            "type": _WEB_SEARCH[isinstance(tool, DatedWebSearch)],
+            "search_context_size": tool.search_context_size,
+            "user_location": location,
+        }
     if isinstance(tool, ToolSearch):
-        return {"type": "tool_search", "execution": tool.execution, "description": tool.description,
-                "parameters": tool.parameters}
+        return {
+            "type": "tool_search",
+            "execution": tool.execution,
+            "description": tool.description,
+            "parameters": tool.parameters,
+        }
     return None

@@ -29,10 +29,21 @@ def check(schema: Any) -> None:
         return
     if not isinstance(schema, dict):
         raise SchemaError(f'{compact(schema)} is not of types "boolean", "object"')
-    for keys in _KEYWORDS:
-        for key, rule in keys.items():
-            if key in schema:
-                rule(schema[key])
+    try:
+        for key, value in schema.items():
+            rule = _RULES.get(key)
+            if rule is not None:
+                rule(value)
+    except SchemaError:
+        _first_error(schema)
+        raise
+
+
+def _first_error(schema: dict[str, Any]) -> None:
+    """The error that the meta-schema's own order of keywords meets first."""
+    for key, rule in _RULES.items():
+        if key in schema:
+            rule(schema[key])
 
 
 def _of_type(name: str, kind: type) -> Callable[[Any], None]:
@@ -96,24 +107,69 @@ def _type(value: Any) -> None:
 
 
 _KEYWORDS: list[dict[str, Callable[[Any], None]]] = [
-    {"$id": _string, "$schema": _string, "$ref": _string, "$anchor": _string, "$dynamicRef": _string,
-     "$dynamicAnchor": _string, "$vocabulary": _object, "$comment": _string, "$defs": _schema_map},
-    {"prefixItems": _schemas, "items": check, "contains": check, "additionalProperties": check,
-     "properties": _schema_map, "patternProperties": _schema_map, "dependentSchemas": _schema_map,
-     "propertyNames": check, "if": check, "then": check, "else": check, "allOf": _schemas, "anyOf": _schemas,
-     "oneOf": _schemas, "not": check},
+    {
+        "$id": _string,
+        "$schema": _string,
+        "$ref": _string,
+        "$anchor": _string,
+        "$dynamicRef": _string,
+        "$dynamicAnchor": _string,
+        "$vocabulary": _object,
+        "$comment": _string,
+        "$defs": _schema_map,
+    },
+    {
+        "prefixItems": _schemas,
+        "items": check,
+        "contains": check,
+        "additionalProperties": check,
+        "properties": _schema_map,
+        "patternProperties": _schema_map,
+        "dependentSchemas": _schema_map,
+        "propertyNames": check,
+        "if": check,
+        "then": check,
+        "else": check,
+        "allOf": _schemas,
+        "anyOf": _schemas,
+        "oneOf": _schemas,
+        "not": check,
+    },
     {"unevaluatedItems": check, "unevaluatedProperties": check},
-    {"type": _type, "enum": _array, "multipleOf": _positive, "maximum": _number, "exclusiveMaximum": _number,
-     "minimum": _number, "exclusiveMinimum": _number, "maxLength": _count, "minLength": _count, "pattern": _string,
-     "maxItems": _count, "minItems": _count, "uniqueItems": _boolean, "maxContains": _count, "minContains": _count,
-     "maxProperties": _count, "minProperties": _count, "required": _strings,
-     "dependentRequired": lambda value: [_object(value), *map(_strings, value.values())] and None},
-    {"title": _string, "description": _string, "deprecated": _boolean, "readOnly": _boolean, "writeOnly": _boolean,
-     "examples": _array},
+    {
+        "type": _type,
+        "enum": _array,
+        "multipleOf": _positive,
+        "maximum": _number,
+        "exclusiveMaximum": _number,
+        "minimum": _number,
+        "exclusiveMinimum": _number,
+        "maxLength": _count,
+        "minLength": _count,
+        "pattern": _string,
+        "maxItems": _count,
+        "minItems": _count,
+        "uniqueItems": _boolean,
+        "maxContains": _count,
+        "minContains": _count,
+        "maxProperties": _count,
+        "minProperties": _count,
+        "required": _strings,
+        "dependentRequired": lambda value: [_object(value), *map(_strings, value.values())] and None,
+    },
+    {
+        "title": _string,
+        "description": _string,
+        "deprecated": _boolean,
+        "readOnly": _boolean,
+        "writeOnly": _boolean,
+        "examples": _array,
+    },
     {"format": _string},
     {"contentEncoding": _string, "contentMediaType": _string, "contentSchema": check},
     {"definitions": _schema_map},
 ]
+_RULES = {key: rule for vocabulary in _KEYWORDS for key, rule in vocabulary.items()}
 
 
 # --- strict mode -----------------------------------------------------------------------------------------------------
@@ -144,7 +200,9 @@ def _read(schema: Any) -> dict[str, Any]:
         if isinstance(kind, list):
             for name in kind:
                 if name not in _LIST_TYPES:
-                    reason = unknown_variant(name, _LIST_TYPES) if isinstance(name, str) else misfit(name, "string or map").reason
+                    reason = (
+                        unknown_variant(name, _LIST_TYPES) if isinstance(name, str) else misfit(name, "string or map").reason
+                    )
                     raise Misfit(f"field `type`: {reason}")
             return {"type": kind, **_optional(schema, description=text)}
         if not isinstance(kind, str):
@@ -168,8 +226,10 @@ def _optional(schema: dict[str, Any], **readers: Callable[[Any], Any]) -> dict[s
 
 
 def _read_object(schema: dict[str, Any]) -> dict[str, Any]:
-    return _optional(schema, **{"properties": _read_map, "additionalProperties": _flag, "required": _texts,
-                                "description": text, "$def": _read_map})
+    return _optional(
+        schema,
+        **{"properties": _read_map, "additionalProperties": _flag, "required": _texts, "description": text, "$def": _read_map},
+    )
 
 
 def _read_array(schema: dict[str, Any]) -> dict[str, Any]:

@@ -8,4 +8,15 @@ from .parser import Event, StreamParser, random_call_id
 from .reply import ReplyStream, Usage
 from .responses import ResponsesStream
 
-__all__ = ["ChatStream", "CompletionStream", "Event", "MessagesStream", "ParsingOptions", "ReplyStream", "ResponsesStream", "StreamParser", "Usage", "random_call_id"]
+__all__ = [
+    "ChatStream",
+    "CompletionStream",
+    "Event",
+    "MessagesStream",
+    "ParsingOptions",
+    "ReplyStream",
+    "ResponsesStream",
+    "StreamParser",
+    "Usage",
+    "random_call_id",
+]

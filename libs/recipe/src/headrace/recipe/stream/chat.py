@@ -150,7 +150,9 @@ class ChatStream(ReplyStream):
         delta = b'{"content":"","reasoning_content":null}' if self.thinking else b'{"content":""}'
         head = self._head + delta + b',"logprobs":null,"finish_reason":"' + self.finish_reason.encode() + b'"}]'
         if self.dialect == "official":
-            return head + b',"usage":' + compact(self.usage_object()).encode() + b"}\n\n" + (b"data: [DONE]\n\n" if done else b"")
+            return (
+                head + b',"usage":' + compact(self.usage_object()).encode() + b"}\n\n" + (b"data: [DONE]\n\n" if done else b"")
+            )
         parts = [head + self._end]
         if done:
             if self.include_usage:

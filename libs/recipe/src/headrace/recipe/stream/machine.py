@@ -58,8 +58,12 @@ class Machine:
     def __init__(self, options: ParsingOptions, *, marks: bool):
         """`marks`: control tokens arrive as `THINK_END_MARK` and `DSML_MARK`, not as text."""
         self._states = _states(
-            options.special_tokens, tuple(options.stop_sequences), options.parse_tool_calls, options.parse_json_output,
-            options.repair, marks,
+            options.special_tokens,
+            tuple(options.stop_sequences),
+            options.parse_tool_calls,
+            options.parse_json_output,
+            options.repair,
+            marks,
         )
         self._enter(_initial(options))
 
@@ -186,7 +190,11 @@ def _initial(options: ParsingOptions) -> str:
 
 @lru_cache(maxsize=1024)  # few requests differ in these, and building the table costs more than reading a short output
 def _states(
-    tokens: SpecialTokens, stop_sequences: tuple[str, ...], parse_tool_calls: bool, parse_json_output: bool, repair: bool,
+    tokens: SpecialTokens,
+    stop_sequences: tuple[str, ...],
+    parse_tool_calls: bool,
+    parse_json_output: bool,
+    repair: bool,
     marks: bool,
 ) -> dict[str, State]:
     think_end = THINK_END_MARK if marks else tokens.thinking_end
@@ -207,11 +215,17 @@ def _states(
         State("reasoning", tuple(reasoning), REASONING),
         State("json", (*stops, Marker("\n```", SKIP, "after_json")), CONTENT),
         State("after_json", tuple(tools), SPACE),
-        State("tools", (Marker('invoke name="', markup, "name"), Marker(f"{close}tool_calls>", markup, "finished"),
-                        Marker(f"{close} calls>", markup, "finished")), markup),
+        State(
+            "tools",
+            (
+                Marker('invoke name="', markup, "name"),
+                Marker(f"{close}tool_calls>", markup, "finished"),
+                Marker(f"{close} calls>", markup, "finished"),
+            ),
+            markup,
+        ),
         State("name", (Marker('"', NAME_END, "first_argument"),), NAME),
-        State("first_argument", (Marker("parameter name=", LABEL, "key", "{"),
-                                 Marker(close, CALL_END, "tools", "{}")), markup),
+        State("first_argument", (Marker("parameter name=", LABEL, "key", "{"), Marker(close, CALL_END, "tools", "{}")), markup),
         State("argument", (Marker("parameter name=", LABEL, "key", ", "), Marker(close, CALL_END, "tools", "}")), SKIP),
         State("key", (Marker(" ", LABEL, "type", ": "),), VERBATIM),
         State("type", (Marker('true">', LABEL, "string", '"'), Marker('false">', SKIP, "verbatim")), SKIP),
@@ -220,8 +234,7 @@ def _states(
         State("finished", (), SKIP),
         State("raw", tuple(stops), CONTENT),
     ]
-    return {s.name: s._replace(triggers=_triggers(s), reach=max((len(m.text) for m in s.markers), default=0))
-            for s in states}
+    return {s.name: s._replace(triggers=_triggers(s), reach=max((len(m.text) for m in s.markers), default=0)) for s in states}
 
 
 def _triggers(state: State) -> frozenset[str]:

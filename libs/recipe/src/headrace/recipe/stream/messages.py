@@ -89,10 +89,14 @@ class MessagesStream(ReplyStream):
         closing = self._stop()
         self._block += 1
         self._kind = kind
-        delta = {"thinking": b'"thinking_delta","thinking":', "text": b'"text_delta","text":',
-                 "tool_use": b'"input_json_delta","partial_json":'}[kind]
-        self._head = (b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":' %
-                      self._block) + delta
+        delta = {
+            "thinking": b'"thinking_delta","thinking":',
+            "text": b'"text_delta","text":',
+            "tool_use": b'"input_json_delta","partial_json":',
+        }[kind]
+        self._head = (
+            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":' % self._block
+        ) + delta
         event = {"type": "content_block_start", "index": self._block, "content_block": block}
         ping = b"" if self._pinged else _PING
         self._pinged = True

@@ -19,7 +19,6 @@ from .machine import (
     CALL_END,
     CONTENT,
     DSML_MARK,
-    LABEL,
     MARKUP,
     NAME,
     NAME_END,

@@ -65,7 +65,7 @@ class Repair:
 
     def _terminate(self, text: str) -> tuple[str, dict[str, Any] | None]:
         """Close an object that ends inside a string or between values."""
-        for tail in ("}", '"}', 'null}', '\\"}'):
+        for tail in ("}", '"}', "null}", '\\"}'):
             value = _object(text + tail)
             if value is not None:
                 self.repairs.append("unterminated_invoke")

@@ -148,12 +148,19 @@ class ResponsesStream(ReplyStream):
         self._item = item = _Item(kind, f"{prefix}_{self.id}_{index}", index, fields)
         if kind == "reasoning":
             fields["encrypted_content"] = f"{self.id}-{index}"
-        added = self._event_bytes("response.output_item.added", {"item": self._item_object(item, "in_progress"),
-                                                                 "output_index": index})
+        added = self._event_bytes(
+            "response.output_item.added", {"item": self._item_object(item, "in_progress"), "output_index": index}
+        )
         if kind in ("reasoning", "message"):
-            added += self._event_bytes("response.content_part.added", {
-                "content_index": 0, "item_id": item.id, "output_index": index, "part": self._part(item),
-            })
+            added += self._event_bytes(
+                "response.content_part.added",
+                {
+                    "content_index": 0,
+                    "item_id": item.id,
+                    "output_index": index,
+                    "part": self._part(item),
+                },
+            )
         return closing + added
 
     def _item_object(self, item: _Item, status: str) -> dict[str, Any]:
@@ -189,17 +196,29 @@ class ResponsesStream(ReplyStream):
         if item.kind == "reasoning":
             events += self._event_bytes("response.reasoning_text.done", {"content_index": 0, **place, "text": text})
         elif item.kind == "message":
-            events += self._event_bytes("response.output_text.done", {
-                "content_index": 0, "item_id": item.id, "logprobs": list(item.logprobs), "output_index": item.index, "text": text,
-            })
+            events += self._event_bytes(
+                "response.output_text.done",
+                {
+                    "content_index": 0,
+                    "item_id": item.id,
+                    "logprobs": list(item.logprobs),
+                    "output_index": item.index,
+                    "text": text,
+                },
+            )
         elif item.kind == "custom_tool_call":
             events += self._event_bytes("response.custom_tool_call_input.done", {"input": text, **place})
         else:
             events += self._event_bytes("response.function_call_arguments.done", {"arguments": text, **place})
         if item.kind in ("reasoning", "message"):
-            events += self._event_bytes("response.content_part.done", {
-                "content_index": 0, **place, "part": self._part(item),
-            })
+            events += self._event_bytes(
+                "response.content_part.done",
+                {
+                    "content_index": 0,
+                    **place,
+                    "part": self._part(item),
+                },
+            )
         finished = self._item_object(item, status)
         self._done.append(finished)
         self._item = None
@@ -220,10 +239,23 @@ class ResponsesStream(ReplyStream):
             entries = b'"logprobs":' + json.dumps(logprobs or [], ensure_ascii=False, separators=(",", ":")).encode() + b","
         name = f"response.{kind}.delta".encode()
         sequence, self._sequence = self._sequence, self._sequence + 1
-        return b"".join((
-            b"event: ", name, b'\ndata: {"type":"', name, b'",', content, b'"delta":', string,
-            b',"item_id":', quote(item.id).encode(), b",", entries, b'"output_index":%d,"sequence_number":%d}\n\n' % (item.index, sequence),
-        ))
+        return b"".join(
+            (
+                b"event: ",
+                name,
+                b'\ndata: {"type":"',
+                name,
+                b'",',
+                content,
+                b'"delta":',
+                string,
+                b',"item_id":',
+                quote(item.id).encode(),
+                b",",
+                entries,
+                b'"output_index":%d,"sequence_number":%d}\n\n' % (item.index, sequence),
+            )
+        )
 
     def _plain_content(self, escaped: bytes) -> bytes:
         opening = b""
@@ -355,7 +387,14 @@ def _unescape(text: str) -> str:
 def default_echo() -> dict[str, Any]:
     """The echo of a request that specified nothing."""
     return {
-        "instructions": None, "max_output_tokens": None, "reasoning": {"effort": None, "summary": None}, "temperature": 1.0,
-        "text": {"format": {"type": "text"}, "verbosity": None}, "tool_choice": "auto", "tools": [], "top_logprobs": 0,
-        "top_p": 1.0, "user": None,
+        "instructions": None,
+        "max_output_tokens": None,
+        "reasoning": {"effort": None, "summary": None},
+        "temperature": 1.0,
+        "text": {"format": {"type": "text"}, "verbosity": None},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "top_p": 1.0,
+        "user": None,
     }
