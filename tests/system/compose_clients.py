@@ -58,7 +58,7 @@ async def load(url: str) -> int:
                 text = str(error)
                 broken = "without [DONE]" in text or "cannot talk to" in text or "was silent" in text
                 outcomes["broken" if broken else "error object"] += 1
-                errors[text[:120]] += 1
+                errors[text] += 1
             except TimeoutError:
                 outcomes["no end within patience"] += 1
             seconds.append(time.monotonic() - began)
@@ -72,9 +72,10 @@ async def load(url: str) -> int:
         "p50_s": round(seconds[len(seconds) // 2], 2),
         "p99_s": round(seconds[int(len(seconds) * 0.99)], 2),
         "max_s": round(seconds[-1], 2),
-        "errors": errors,
     }
     print(json.dumps(result))
+    for text, times in errors.most_common():
+        print(f"  {times} x {text}")
     return 0 if set(outcomes) <= {"answer", "error object"} and outcomes["answer"] else 1
 
 
