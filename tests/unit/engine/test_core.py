@@ -375,7 +375,7 @@ def test_admission_leaves_a_block_of_growth_to_each_running_sequence():
 
 
 def test_a_postprocessor_that_breaks_leaves_the_books_whole(monkeypatch):
-    core = _filled(engine(), [request("a", IDS[:9]), request("b", IDS[20:31]), request("gone", IDS[40:50])])
+    core = _filled(engine(), [request("a", IDS[:7]), request("b", IDS[20:28]), request("gone", IDS[40:45])])
     plan = core.plan()
     core.cancel("gone")
     result = core.execute(plan)

@@ -101,18 +101,32 @@ def _fill(engine: EngineCore, size: int, args: argparse.Namespace, rng: np.rando
         engine.submit(api.EngineRequest(f"r{i}", ids, [], sampling))
 
 
+def _step(engine: EngineCore) -> list[api.Event]:
+    """One step. RuntimeError instead of a figure when something failed."""
+    events = engine.step() or []
+    for event in events:
+        if isinstance(event, api.Failed):
+            raise RuntimeError(f"{event.request}: {event.message}")
+    return events
+
+
+def _prefill(engine: EngineCore, size: int) -> None:
+    done = 0
+    while done < size:
+        done += sum(isinstance(event, api.PromptDone) for event in _step(engine))
+
+
 def _run(model, size: int, args: argparse.Namespace, rng: np.random.Generator) -> dict[str, float]:
     """Seconds: of prefill, of the decode steps, of their parts; and how many such steps there were."""
     engine = _engine(model, size, args)
     _fill(engine, size, args, rng)
-    began, done = time.perf_counter(), 0
-    while done < size:
-        done += sum(isinstance(event, api.PromptDone) for event in engine.step())
+    began = time.perf_counter()
+    _prefill(engine, size)
     out = {"prefill": time.perf_counter() - began, "decode": 0.0, "steps": 0}
     before = engine.stats()
     while True:
         began = time.perf_counter()
-        events = engine.step()
+        events = _step(engine)
         if sum(isinstance(event, api.Tokens) for event in events) < size:
             return out
         out["decode"] += time.perf_counter() - began
@@ -154,13 +168,11 @@ def _forward_parts(model, size: int, args: argparse.Namespace, rng: np.random.Ge
     try:
         engine = _engine(model, size, args)
         _fill(engine, size, args, rng)
-        done = 0
-        while done < size:
-            done += sum(isinstance(event, api.PromptDone) for event in engine.step())
+        _prefill(engine, size)
         seconds.clear()
         before, steps = engine.stats()["seconds_forward"], min(8, args.output - 2)
         for _ in range(steps):
-            engine.step()
+            _step(engine)
         whole = engine.stats()["seconds_forward"] - before
     finally:
         for hook in hooks:
