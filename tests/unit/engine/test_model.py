@@ -15,7 +15,7 @@ from headrace.engine.config import parse_config
 from headrace.engine.loader import load_model
 from headrace.engine.make_checkpoint import make_checkpoint
 from headrace.engine.models.v41.attention import attend, candidate_blocks, top_positions
-from headrace.engine.models.v41.cache import cache_spec
+from headrace.engine.models.v41.cache import RecordCodec, cache_spec
 from headrace.engine.models.v41.layers import sinkhorn
 
 BLOCK = 128
@@ -306,6 +306,20 @@ def test_equal_scores_go_to_the_lower_position():
     scores = torch.randint(-3, 4, (50, 300), generator=draw).float()
     want = scores.sort(dim=1, descending=True, stable=True).indices[:, :40].sort(dim=1).values
     assert torch.equal(top_positions(scores, 40).sort(dim=1).values, want)
+
+
+@pytest.mark.parametrize("kind", ["window", "main", "index"])
+def test_rounding_a_value_is_storing_and_reading_it(kind):
+    codec = RecordCodec(64, kind)
+    draw = torch.Generator().manual_seed(0)
+    values = torch.randn(500, 64, generator=draw) * torch.exp2(torch.randint(-30, 20, (500, 1), generator=draw).float())
+    values[0] = 0
+    values[1:40] = torch.linspace(-8, 8, 64) * torch.exp2(torch.arange(39.0) / 4 - 5)[:, None]  # midpoints
+    want = codec.decode(codec.encode(values))
+    assert torch.equal(codec.round(values).view(torch.int32), want.view(torch.int32))
+    if kind == "window":  # a state is packed from rounded values
+        assert torch.equal(codec.round(want), want)
+    assert codec.encode(values).shape == (500, codec.entry_bytes)
 
 
 def test_the_newest_candidate_block_counts_among_the_best():

@@ -90,6 +90,25 @@ def dequantize_fp4_ue8m0(
     return _scale_e2m1(packed, _UE8M0_VALUES, scale.view(torch.uint8), group, dtype)
 
 
+# ----------------------------------------------------------------------------------------------- rounding only
+
+
+def round_fp8_ue8m0(x: torch.Tensor, group: int = 32, amax_floor: float = 1e-4) -> torch.Tensor:
+    """What x becomes by quantize_fp8_ue8m0 and back, bit for bit, without building bytes."""
+    grouped = _grouped(x, group)
+    amax = grouped.abs().amax(-1, keepdim=True).clamp_min_(amax_floor)
+    scale = _ceil_power_of_two(amax.mul_(1 / FP8_MAX))
+    return _round_minifloat(grouped / scale, 3, 2.0**-6, FP8_MAX).mul_(scale).flatten(-2).to(x.dtype)
+
+
+def round_fp4_ue8m0(x: torch.Tensor, group: int = 32) -> torch.Tensor:
+    """What x becomes by quantize_fp4_ue8m0 and back, bit for bit, without building bytes."""
+    grouped = _grouped(x, group)
+    amax = grouped.abs().amax(-1, keepdim=True).clamp_min_(FP4_MAX * 2.0**-126)
+    scale = _ceil_power_of_two(amax.mul_(1 / FP4_MAX))
+    return _round_minifloat(grouped / scale, 1, 1.0, FP4_MAX).mul_(scale).flatten(-2).to(x.dtype)
+
+
 # ------------------------------------------------------------------------------------------------------ weights
 
 
@@ -172,6 +191,20 @@ def _ceil_ue8m0(value: torch.Tensor) -> torch.Tensor:
     """Positive normal fp32 -> the byte of the smallest power of two not below it, exact on the bits."""
     bits = value.contiguous().view(torch.int32)
     return ((bits + 0x7FFFFF) >> 23).to(torch.uint8)
+
+
+def _ceil_power_of_two(value: torch.Tensor) -> torch.Tensor:
+    """Positive normal fp32 -> the smallest power of two not below it, in place."""
+    return value.view(torch.int32).add_(0x7FFFFF).bitwise_and_(0x7F800000).view(torch.float32)
+
+
+def _round_minifloat(values: torch.Tensor, mantissa_bits: int, smallest_normal: float, largest: float) -> torch.Tensor:
+    """Nearest value of a small float format, ties to even, saturating. On a binade [2^e, 2^(e+1)) its values lie 2^(e - bits)
+    apart, and below the smallest normal as far apart as just above it."""
+    magnitude = values.abs().clamp_max_(largest)
+    exponent = magnitude.clamp_min(smallest_normal).view(torch.int32).bitwise_and_(0x7F800000)
+    step = exponent.sub_(mantissa_bits << 23).view(torch.float32)
+    return magnitude.div_(step).round_().mul_(step).copysign_(values)
 
 
 def _encode_e2m1(values: torch.Tensor) -> torch.Tensor:
