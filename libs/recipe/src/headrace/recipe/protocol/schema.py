@@ -99,6 +99,12 @@ def _strings(value: Any) -> None:
         raise SchemaError(f"{compact(value)} has non-unique elements")
 
 
+def _string_lists(value: Any) -> None:
+    _object(value)
+    for names in value.values():
+        _strings(names)
+
+
 def _type(value: Any) -> None:
     names = [value] if isinstance(value, str) else value
     known = isinstance(names, list) and names and all(isinstance(n, str) and n in _TYPES for n in names)
@@ -155,7 +161,7 @@ _KEYWORDS: list[dict[str, Callable[[Any], None]]] = [
         "maxProperties": _count,
         "minProperties": _count,
         "required": _strings,
-        "dependentRequired": lambda value: [_object(value), *map(_strings, value.values())] and None,
+        "dependentRequired": _string_lists,
     },
     {
         "title": _string,

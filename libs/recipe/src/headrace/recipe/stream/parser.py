@@ -342,7 +342,7 @@ class StreamParser:
             text = " "
         elif self.saw_ids and not text.isascii():
             text = self._spell(text)  # marks in the text become the spelling of their tokens
-        if action == CONTENT or action == SPACE:
+        if action in (CONTENT, SPACE):
             events.append(Event("content", text, logprobs=logprobs))
         elif action == REASONING:
             events.append(Event("reasoning", text, logprobs=logprobs))
