@@ -91,3 +91,27 @@ def dot(a, b, acc):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
         return tl.dot(a, b, acc)
+
+
+@triton.jit
+def to_bf16(x):
+    """fp32 -> bf16, nearest, ties to even. The interpreter's cast cuts the low bits off, so there they are rounded first."""
+    if _INTERPRETED:
+        raw = x.to(tl.int32, bitcast=True)
+        raw = (raw + 0x7FFF + ((raw >> 16) & 1)) & -65536
+        return raw.to(tl.float32, bitcast=True).to(tl.bfloat16)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def to_e4m3(x):
+    """fp32 of magnitude up to 448 -> e4m3, nearest, ties to even; see `to_bf16`."""
+    if _INTERPRETED:
+        raw = x.to(tl.int32, bitcast=True)
+        normal = ((raw + 0x7FFFF + ((raw >> 20) & 1)) & -1048576).to(tl.float32, bitcast=True)
+        small = ((x * 512.0 + 12582912.0) - 12582912.0) * 0.001953125
+        small = tl.where(raw < 0, -tl.abs(small), small)  # keeps the sign of zero
+        return tl.where(tl.abs(x) < 0.015625, small, normal).to(tl.float8e4nv)
+    else:
+        return x.to(tl.float8e4nv)

@@ -7,10 +7,6 @@ Latent attention (MLA after absorption, CSA2): one KV head whose entry is key an
   2  448 | 64 rope    V4: FP8 and bf16 columns, all are also value; the first part is padded to 512 with zeros
 Scores are kept in base 2 (scale * log2 e folded into one factor). The running maximum starts at -1e30, not at -inf, so
 a row that sees no key stays finite and gives 0.
-
-Two arrangements of one step: `attend` keeps query rows on the left and takes raw words, which pass through registers to
-be decoded; `attend_few` keeps keys on the left, for few rows of bf16, where rows on the left would leave the matrix
-unit empty.
 """
 
 from headrace.kernels._triton import dot, tl, triton
@@ -200,23 +196,6 @@ def attend(
     if FORM == 2:
         acc_tail = dot(weight, rope, acc_tail * decay[:, None])
     return new_top, total, acc, acc_tail
-
-
-@triton.jit
-def attend_few(q, q_tail, top, total, acc, k, rope, visible, scale, FORM: tl.constexpr):
-    """One tile of N bf16 keys k [N, 512], rope [N, 64], with keys and columns on the left: acc fp32 [512, M]."""
-    M: tl.constexpr = q.shape[0]
-    N: tl.constexpr = k.shape[0]
-    score = dot(k, tl.trans(q), tl.zeros([N, M], tl.float32))
-    if FORM == 1:
-        score = dot(rope, tl.trans(q_tail), score)
-    score = tl.where(visible, score * scale, float("-inf"))
-    new_top = tl.maximum(top, tl.max(score, 0))
-    decay = tl.exp2(top - new_top)
-    weight = tl.exp2(score - new_top[None, :])
-    total = total * decay + tl.sum(weight, 0)
-    acc = dot(tl.trans(k), weight.to(tl.bfloat16), acc * decay[None, :])
-    return new_top, total, acc
 
 
 @triton.jit

@@ -232,7 +232,9 @@ def _narrow_kernel(
         if tl.atomic_add(slot, 1, sem="acq_rel") != splits - 1:
             return
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for s in range(splits):
-            acc += tl.load(partial_ptr + s.to(tl.int64) * rows * n + at, mask=mask, other=0.0, cache_modifier=".cg")
+        part_at = partial_ptr + at
+        for _ in range(splits):
+            acc += tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg")
+            part_at += rows * n
         tl.store(slot, 0)
     tl.store(out_ptr + at, acc.to(tl.bfloat16), mask=mask)

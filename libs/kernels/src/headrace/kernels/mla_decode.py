@@ -10,7 +10,7 @@ import torch
 
 from headrace.kernels import tuning
 from headrace.kernels._triton import cdiv, processor_count, tl, triton
-from headrace.kernels.attention_core import LOG2E, NO_SCORE_, attend, attend_few, load_keys, load_queries, store_values
+from headrace.kernels.attention_core import LOG2E, NO_SCORE_, attend, load_keys, load_queries, store_values
 from headrace.kernels.kv_layouts import LAYOUT_IDS, PagedKV
 from headrace.kernels.sparse_attention import VALUE_DIM, _view, combine_splits
 
@@ -83,7 +83,7 @@ def mla_decode(
         q, _view(kv, torch.bfloat16), _view(kv, torch.int32), block_table, seq_lens, partial, partial_lse,
         batch, queries, heads, block_table.stride(0), tiles_per_split, scale * LOG2E, kv.page_stride, kv.offset,
         PAGE=kv.page_size, LAYOUT=LAYOUT_IDS[kv.layout], CAUSAL=causal, SPLIT=splits > 1,
-        FEW=config["FEW"], BLOCK_M=block_m, BLOCK_N=block_n, STAGES=config["STAGES"], num_warps=config["num_warps"],
+        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=config["STAGES"], num_warps=config["num_warps"],
     )  # fmt: skip
     if splits > 1:
         combine_splits(partial, partial_lse, out.view(-1, heads, VALUE_DIM), lse.view(-1, heads))
@@ -94,7 +94,7 @@ def mla_decode(
 def _mla_decode_kernel(
     q_ptr, kv16, kv32, table_ptr, length_ptr, out_ptr, lse_ptr,
     batch, queries, heads, table_stride, tiles_per_split, scale, page_stride, offset,
-    PAGE: tl.constexpr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr, FEW: tl.constexpr,
+    PAGE: tl.constexpr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # (query, head) pairs of this sequence
@@ -121,24 +121,15 @@ def _mla_decode_kernel(
     top = tl.full([BLOCK_M], NO_SCORE_, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     table = table_ptr + b * table_stride
-    if FEW:
-        acc = tl.zeros([512, BLOCK_M], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, 512], tl.float32)
+    acc = tl.zeros([BLOCK_M, 512], tl.float32)
     for tile in tl.range(begin, end, num_stages=STAGES):
         first = tile * BLOCK_N
         page = tl.load(table + first // PAGE)
         key = first + tl.arange(0, BLOCK_N)
         index = tl.where(key < length, page * PAGE + first % PAGE + tl.arange(0, BLOCK_N), -1)
         k, rope = load_keys(kv16, kv32, index, page_stride, offset, PAGE, LAYOUT, 1)
-        if FEW:
-            visible = key[:, None] < limit[None, :]
-            top, total, acc = attend_few(q, q_tail, top, total, acc, k, rope, visible, scale, 1)
-        else:
-            visible = key[None, :] < limit[:, None]
-            top, total, acc, _ = attend(q, q_tail, top, total, acc, top, k, rope, visible, scale, 1)
-    if FEW:
-        acc = tl.trans(acc)
+        visible = key[None, :] < limit[:, None]
+        top, total, acc, _ = attend(q, q_tail, top, total, acc, top, k, rope, visible, scale, 1)
     lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
     if not SPLIT:
         lse = lse / LOG2E_

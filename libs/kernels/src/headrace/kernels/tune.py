@@ -25,8 +25,8 @@ def candidates(case: Case) -> tuple[str, list[dict]] | None:
     if case.op == "sparse_attention":
         return "sparse_attention", grid(BLOCK_N=(32, 64), STAGES=(1, 2, 3, 5), num_warps=(8,))
     if case.op == "mla_decode":
-        few = grid(FEW=(0,), BLOCK_M=(16,), BLOCK_N=(32, 64), STAGES=(2, 3, 5), WAVES=(4, 8), num_warps=(4,))
-        wide = grid(FEW=(0,), BLOCK_M=(64,), BLOCK_N=(32, 64), STAGES=(2, 3, 5), WAVES=(4, 8, 16), num_warps=(8,))
+        few = grid(BLOCK_M=(16,), BLOCK_N=(32, 64), STAGES=(2, 3, 5), WAVES=(4, 8), num_warps=(4,))
+        wide = grid(BLOCK_M=(64,), BLOCK_N=(32, 64), STAGES=(2, 3, 5), WAVES=(4, 8, 16), num_warps=(8,))
         return "mla_decode", few if "16 heads" in case.name else wide
     if case.op == "mla_prefill":
         return "mla_prefill", grid(BLOCK_M=(128,), BLOCK_N=(64, 128), STAGES=(2, 3), num_warps=(4, 8))

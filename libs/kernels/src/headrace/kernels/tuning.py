@@ -13,13 +13,12 @@ def sparse_attention(layout: str, dim: int) -> dict[str, int]:
 
 
 def mla_decode(layout: str, rows: int) -> dict[str, int]:
-    """FEW: keys on the left of the product, for fewer than 64 query rows of a bf16 cache."""
-    few = int(layout == "bf16" and rows <= 32)
+    """WAVES: programs per processor that the split of long sequences aims at."""
     if INTERPRETED:
-        return {"FEW": few, "BLOCK_M": 16, "BLOCK_N": 16, "STAGES": 1, "WAVES": 2, "num_warps": 4}
-    if few:
-        return {"FEW": 1, "BLOCK_M": 16 if rows <= 16 else 32, "BLOCK_N": 64, "STAGES": 1, "WAVES": 8, "num_warps": 4}
-    return {"FEW": 0, "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 2, "WAVES": 8, "num_warps": 8}
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "STAGES": 1, "WAVES": 2, "num_warps": 4}
+    if rows <= 32:
+        return {"BLOCK_M": 16 if rows <= 16 else 32, "BLOCK_N": 64, "STAGES": 2, "WAVES": 8, "num_warps": 4}
+    return {"BLOCK_M": 64, "BLOCK_N": 32, "STAGES": 5, "WAVES": 8, "num_warps": 8}
 
 
 def mla_prefill() -> dict[str, int]:
@@ -40,3 +39,20 @@ def gemm_fp8(kind: str, m: int, n: int, k: int, batch_invariant: bool) -> dict[s
     if kind == "masked" and m <= 256:
         return {"NARROW": 1, "BLOCK_M": 128, "BLOCK_N": 128, "WAVES": 2, "STAGES": 4, "num_warps": 8}
     return {"NARROW": 0, "BLOCK_M": 128, "BLOCK_N": 256, "HALVES": 2, "GROUP_M": 8, "STAGES": 3, "num_warps": 8}
+
+
+def gemm_upcast(name: str, m: int, n: int, k: int, batch_invariant: bool) -> dict[str, int]:
+    if INTERPRETED:
+        return {"BLOCK_M": 16, "BLOCK_N": 32, "WAVES": 2, "STAGES": 1, "num_warps": 4}
+    if batch_invariant:
+        return {"BLOCK_M": 64, "BLOCK_N": 128, "WAVES": 1, "STAGES": 3, "num_warps": 4}
+    if m <= 64:
+        block_m = 16 if m <= 16 else 32 if m <= 32 else 64
+        return {"BLOCK_M": block_m, "BLOCK_N": 64, "WAVES": 3, "STAGES": 4, "num_warps": 4}
+    return {"BLOCK_M": 128, "BLOCK_N": 128, "WAVES": 1, "STAGES": 3, "num_warps": 8}
+
+
+def indexer() -> dict[str, int]:
+    if INTERPRETED:
+        return {"BLOCK_N": 32, "num_warps": 4}
+    return {"BLOCK_N": 128, "num_warps": 4}

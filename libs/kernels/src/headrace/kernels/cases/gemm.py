@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from headrace.kernels import gemm_fp8, peers, quantize
+from headrace.kernels import gemm_fp8, gemm_upcast, peers, quantize
 from headrace.kernels.cases import Case, Problem, generator, randn, random_fp8
 
 # n, k of the benchmark tables: V4.1 projections, then the V3 family's
@@ -37,6 +37,100 @@ def cases() -> Iterator[Case]:
         yield contiguous_fp8(groups, m, n, k, "full", timed=True)
     for groups, rows, n, k in MASKED:
         yield masked_fp8(groups, rows, n, k, "full", timed=True)
+    for name in ("bf16", "fp8", "mxfp4"):
+        for m, fp8 in [(3, False), (20, name != "bf16")]:
+            yield upcast(name, m, 80, 512, fp8, "small")
+        yield upcast(name, 5, 64, 256, False, "small", batch_invariant=True)
+        yield upcast_grouped(name, 3, 64, 256, "small", masked=False)
+        yield upcast_grouped(name, 3, 64, 256, "small", masked=True)
+        for m in (1, 50, 300):
+            yield upcast(name, m, 1120, 2304, name != "bf16", "full")
+        for masked in (False, True):
+            yield upcast_grouped(name, 6, 640, 1280, "full", masked)
+    for n, k in [(1280, 5120), (32768, 1280), (5120, 8192), (4608, 5120)]:
+        for m in (1, 64, 4096):
+            yield upcast("fp8", m, n, k, False, "full", timed=True)
+    for m in (1, 64):
+        yield upcast("bf16", m, 129280, 5120, False, "full", timed=True)
+    for m in (1, 64, 4096):
+        yield upcast("mxfp4", m, 4608, 5120, False, "full", timed=True)
+    yield upcast_grouped("mxfp4", 48, 4608, 5120, "full", masked=True, rows=20, timed=True)
+    yield upcast_grouped("mxfp4", 48, 5120, 2304, "full", masked=True, rows=20, timed=True)
+    yield upcast_grouped("mxfp4", 48, 4608, 5120, "full", masked=False, rows=168, timed=True)
+
+
+def upcast(
+    name: str, m: int, n: int, k: int, fp8: bool, size: str, timed: bool = False, batch_invariant: bool = False
+) -> Case:
+    def build(device: torch.device, seed: int) -> Problem:
+        weight, scale = _small_weight(name, (n, k), device, seed)
+        x, x_scale = _rows_of(m, k, fp8, device, seed + 1)
+        arguments = (x, weight, scale, name, x_scale)
+        return Problem(
+            run=lambda: gemm_upcast.gemm_upcast(*arguments, batch_invariant=batch_invariant),
+            reference=lambda: gemm_upcast.gemm_upcast_reference(*arguments),
+        )
+
+    size_of = {"bf16": 2.0, "fp8": 1 + 1 / 1024, "mxfp4": 0.5 + 1 / 32}[name]
+    kind = "copy" if m <= 64 else "bf16"
+    return Case(
+        "gemm_upcast", f"{name} {m}x{n}x{k}" + " fp8 rows" * fp8 + " batch_invariant" * batch_invariant, build, 6e-3, size,
+        timed,        flops=2.0 * m * n * k, bytes=n * k * size_of + m * k * 2 + m * n * 2, ceiling=kind,
+    )  # fmt: skip
+
+
+def upcast_grouped(
+    name: str, groups: int, n: int, k: int, size: str, masked: bool, rows: int = 20, timed: bool = False
+) -> Case:
+    m = 2 * rows if masked else groups * -(-rows // 128) * 128
+
+    def build(device: torch.device, seed: int) -> Problem:
+        weight, scale = _small_weight(name, (groups, n, k), device, seed)
+        g = generator(torch.device("cpu"), seed)
+        x, _ = _rows_of(groups * m if masked else m, k, False, device, seed + 1)
+        if masked:
+            x = x.view(groups, m, k)
+            counts = (rows * (torch.rand(groups, generator=g) * 0.6 + 0.7)).round().int().to(device)
+            if not timed:
+                counts[1] = 0
+            written = torch.arange(m, device=device)[None, :] < counts[:, None]
+            keys = {"counts": counts, "expected_rows": rows}
+        else:
+            group_of_row = _segments(groups, m, seed)[0].to(device)
+            written = group_of_row >= 0
+            keys = {"group_of_row": group_of_row}
+        x[~written] = float("nan")
+        others = {k: v for k, v in keys.items() if k != "expected_rows"}
+        return Problem(
+            run=lambda: gemm_upcast.gemm_upcast(x, weight, scale, name, **keys),
+            reference=lambda: gemm_upcast.gemm_upcast_reference(x, weight, scale, name, **others),
+            select=lambda out: out[written],
+        )
+
+    size_of = {"bf16": 2.0, "fp8": 1 + 1 / 1024, "mxfp4": 0.5 + 1 / 32}[name]
+    total = groups * rows if masked else m
+    return Case(
+        f"grouped gemm_upcast {'masked' if masked else 'contiguous'}", f"{name} {groups} groups, ~{rows} rows, {n}x{k}", build,
+        6e-3, size, timed, flops=2.0 * total * n * k, bytes=groups * n * k * size_of + total * (2 * k + 2 * n),
+        ceiling="copy" if masked else "bf16",
+    )  # fmt: skip
+
+
+def _small_weight(name: str, shape: tuple[int, ...], device: torch.device, seed: int):
+    if name == "bf16":
+        return randn(shape, device, seed, torch.bfloat16), None
+    g = generator(device, seed)
+    *lead, n, k = shape
+    if name == "fp8":
+        scale = torch.randint(120, 130, (*lead, -(-n // 32), k // 32), generator=g, device=device)
+        return random_fp8(shape, device, seed), scale.to(torch.uint8)
+    packed = torch.randint(0, 256, (*lead, n, k // 2), generator=g, device=device, dtype=torch.uint8)
+    return packed, torch.randint(120, 130, (*lead, n, k // 32), generator=g, device=device).to(torch.uint8)
+
+
+def _rows_of(m: int, k: int, fp8: bool, device: torch.device, seed: int):
+    x = randn((m, k), device, seed)
+    return quantize.quantize_fp8_ue8m0(x, 32) if fp8 else (x.to(torch.bfloat16), None)
 
 
 def dense_fp8(m: int, n: int, k: int, size: str, timed: bool = False, batch_invariant: bool = False) -> Case:

@@ -1,5 +1,271 @@
-"""Placeholder."""
+"""Operations that mostly move bytes: quantise, store, norms, mHC, Engram, embedding, RoPE, routing, permutation, blocks."""
+
+from collections.abc import Iterator
+
+import torch
+
+from headrace.kernels import blocks, embedding, engram, mhc, quantize_kernels, rmsnorm, rope, routing, swiglu
+from headrace.kernels.cases import Case, Problem, generator, randn, random_fp8
+from headrace.kernels.kv_layouts import PagedKV, entry_bytes
+from headrace.kernels.kv_store import kv_store, kv_store_reference
+
+BLOCK_BYTES = 113_920  # a V4.1 block of 128 tokens
+TARGET = 0.8  # of the copy ceiling
 
 
-def cases():
-    return iter(())
+def cases() -> Iterator[Case]:
+    for name in quantize_kernels.FORMATS:
+        yield quantise(name, 5, 256, "small")
+        yield quantise(name, 333, 5120, "full")
+        yield quantise(name, 16384, 5120, "full", timed=True)
+    for layout in ("window_fp8", "main_fp4", "index_fp4", "v4_fp8", "v32_fp8", "bf16"):
+        yield store(layout, 5, "small")
+        yield store(layout, 1000, "full")
+    yield store("main_fp4", 6, "small", gate=True)
+    yield store("main_fp4", 500, "full", gate=True)
+    yield store("window_fp8", 65536, "full", timed=True)
+    yield store("main_fp4", 65536, "full", timed=True)
+    yield store("main_fp4", 65536, "full", gate=True, timed=True)
+    for rows, dim, size in [(3, 96, "small"), (257, 5120, "full"), (16384, 5120, "full")]:
+        yield norm(rows, dim, size, timed=rows > 1000)
+    for rows, heads, size in [(3, 5, "small"), (100, 64, "full"), (4096, 64, "full")]:
+        yield rotate(rows, heads, size, timed=rows > 1000)
+    for rows, size in [(7, "small"), (1000, "full"), (16384, "full")]:
+        for form in (None, "fp8_ue8m0", "fp8_fp32"):
+            yield activation(rows, 256 if size == "small" else 2304, form, size, timed=rows > 1000)
+    for tokens, dim, size in [(3, 128, "small"), (129, 5120, "full"), (4096, 5120, "full"), (64, 5120, "full")]:
+        yield streams(tokens, dim, size, timed=tokens in (4096, 64))
+    for tokens, rows, size in [(3, 50, "small"), (300, 10000, "full"), (8192, 4_000_000, "full")]:
+        yield memory_gather(tokens, rows, size, timed=tokens > 1000)
+        yield memory_gate(tokens, 96 if size == "small" else 5120, size, timed=tokens > 1000)
+    for tokens, size in [(4, "small"), (500, "full"), (16384, "full")]:
+        yield embed(tokens, 64 if size == "small" else 5120, size, timed=tokens > 1000)
+    for tokens, experts, k, size in [(9, 20, 6, "small"), (200, 384, 6, "full"), (16384, 384, 6, "full")]:
+        yield route(tokens, experts, k, "sqrtsoftplus", 1, size, timed=tokens > 1000)
+    yield route(9, 32, 4, "sigmoid", 8, "small")
+    yield route(200, 256, 8, "sigmoid", 8, "full")
+    for tokens, experts, dim, size in [(9, 5, 32, "small"), (700, 384, 512, "full"), (4096, 384, 5120, "full")]:
+        yield rows_in_and_out(tokens, experts, dim, size, timed=tokens > 1000)
+    moves = [(3, 7, "small", 256), (20, 50, "full", BLOCK_BYTES), (1024, 4096, "full", BLOCK_BYTES)]
+    for records, total, size, bytes_ in moves:
+        for direction in ("gather", "scatter"):
+            yield move_blocks(records, total, bytes_, direction, size, timed=records > 1000)
+
+
+def _case(op, name, build, bound, size, timed, bytes_) -> Case:
+    return Case(op, name, build, bound, size, timed, bytes=float(bytes_), target=TARGET)
+
+
+def quantise(name: str, rows: int, dim: int, size: str, timed: bool = False) -> Case:
+    group = quantize_kernels.FORMATS[name][1]
+
+    def build(device: torch.device, seed: int) -> Problem:
+        x = randn((rows, dim), device, seed)
+        x = x if timed else x * torch.exp2(torch.randint(-20, 10, (rows, 1), device=device).float())
+        x[0, :group] = 0
+        x = x.to(torch.bfloat16)
+        return Problem(
+            run=lambda: quantize_kernels.quantize_rows(x, name),
+            reference=lambda: quantize_kernels.quantize_rows_reference(x, name),
+        )
+
+    packing = quantize_kernels.FORMATS[name][4]
+    scale = quantize_kernels.FORMATS[name][3].itemsize
+    return _case("quantise", f"{name} {rows}x{dim}", build, 0.0, size, timed, rows * dim * (2 + 1 / packing + scale / group))
+
+
+def store(layout: str, rows: int, size: str, gate: bool = False, timed: bool = False) -> Case:
+    dim = {"index_fp4": 128, "v32_fp8": 576}.get(layout, 512)
+    page = 16 if size == "small" else 128
+
+    def build(device: torch.device, seed: int) -> Problem:
+        wide = gate or layout in ("main_fp4", "v4_fp8")
+        x = randn((rows * (2 if gate else 1), dim), device, seed, torch.float32 if wide else torch.bfloat16)
+        scores = randn(tuple(x.shape), device, seed + 1) if gate else None
+        weight = randn((dim,), device, seed + 2, torch.bfloat16)
+        angle = randn((rows, 32), device, seed + 3)
+        pages = rows // page + 2
+        slots = torch.randperm(pages * page, generator=generator(device, seed), device=device)[:rows].int()
+        slots[1::7] = -1
+        pools = [PagedKV.allocate(layout, pages, page, dim, device.type) for _ in range(2)]
+        for kv in pools:
+            kv.pool.zero_()
+
+        def run(call, kv):
+            latent = call(x, kv, slots, weight, 1e-20, (angle.cos(), angle.sin()), scores)
+            return latent, kv.read(torch.arange(pages * page, device=device))
+
+        if timed:
+            turn = (angle.cos(), angle.sin())
+            return Problem(run=lambda: kv_store(x, pools[0], slots, weight, 1e-20, turn, scores))
+        return Problem(run=lambda: run(kv_store, pools[0]), reference=lambda: run(kv_store_reference, pools[1]))
+
+    read = dim * (2 * (4 + 4) if gate else 4 if layout in ("main_fp4", "v4_fp8") else 2)
+    # A last-bit difference of the norm may round a value to the next code, so stored values are compared by norm.
+    return _case("kv_store", f"{layout} {rows} rows" + " ratio 2" * gate, build, (3e-3, 3e-2), size, timed,
+                 rows * (read + 2 * dim + 256 + entry_bytes(layout, dim)))  # fmt: skip
+
+
+def norm(rows: int, dim: int, size: str, timed: bool) -> Case:
+    def build(device: torch.device, seed: int) -> Problem:
+        x, weight = randn((rows, dim), device, seed, torch.bfloat16), randn((dim,), device, seed + 1, torch.bfloat16)
+        return Problem(
+            run=lambda: rmsnorm.rmsnorm(x, weight, 1e-20), reference=lambda: rmsnorm.rmsnorm_reference(x, weight, 1e-20)
+        )
+
+    return _case("rmsnorm", f"{rows}x{dim}", build, 6e-3, size, timed, 4 * rows * dim)
+
+
+def rotate(rows: int, heads: int, size: str, timed: bool) -> Case:
+    def build(device: torch.device, seed: int) -> Problem:
+        x = randn((rows, heads, 512), device, seed, torch.bfloat16)
+        tables = rope.rope_tables(torch.arange(rows, device=device), randn((32,), device, seed).abs())
+        return Problem(
+            run=lambda: rope.rope(x if timed else x.clone(), *tables), reference=lambda: rope.rope_reference(x, *tables)
+        )
+
+    return _case("rope", f"{rows} rows, {heads} heads of 512", build, 6e-3, size, timed, rows * (heads * 256 + 256))
+
+
+def activation(rows: int, inner: int, form: str | None, size: str, timed: bool) -> Case:
+    def build(device: torch.device, seed: int) -> Problem:
+        x = randn((rows, 2 * inner), device, seed, torch.bfloat16) * 6
+        weight = randn((rows,), device, seed + 1).abs()
+
+        def dequantised(outputs):
+            if form is None:
+                return outputs
+            values, scales = outputs
+            name = "dequantize_fp8_ue8m0" if form == "fp8_ue8m0" else "dequantize_fp8"
+            return getattr(quantize_kernels.quantize, name)(values, scales)
+
+        return Problem(
+            run=lambda: swiglu.swiglu(x, 10.0, weight, form),
+            reference=lambda: swiglu.swiglu_reference(x, 10.0, weight, form),
+            select=dequantised,
+        )
+
+    out = {None: 2, "fp8_ue8m0": 1 + 1 / 32, "fp8_fp32": 1 + 4 / 128}[form]
+    return _case("swiglu", f"{rows}x{inner} {form or 'bf16'}", build, 1e-2, size, timed, rows * inner * (4 + out))
+
+
+def streams(tokens: int, dim: int, size: str, timed: bool) -> Case:
+    def build(device: torch.device, seed: int) -> Problem:
+        x = randn((tokens, 4, dim), device, seed, torch.bfloat16)
+        o = randn((tokens, dim), device, seed + 1, torch.bfloat16)
+        fn = randn((24, 4 * dim), device, seed + 2) * (4 * dim) ** -0.5
+        base, scale = randn((24,), device, seed + 3), randn((3,), device, seed + 4).abs()
+        coefficients = mhc.mhc_coefficients_reference(x, fn, base, scale, 1e-20, 1e-6)
+        pre, post, comb = coefficients
+
+        def run():
+            y, u, parts = mhc.mhc_pass(x, (o, post, comb), pre, fn)
+            return y, u, *mhc.mhc_coefficients(parts, base, scale, dim, 1e-20, 1e-6)
+
+        def reference():
+            y = mhc.expand_reference(o, x, post, comb)
+            return y, mhc.collapse_reference(y, pre), *mhc.mhc_coefficients_reference(y, fn, base, scale, 1e-20, 1e-6)
+
+        return Problem(run=run, reference=reference)
+
+    bound = (3e-3, 6e-3, 2e-4, 2e-4, 2e-4)
+    return _case("mhc", f"{tokens}x4x{dim}", build, bound, size, timed, tokens * dim * 2 * (4 + 1 + 4 + 1) + 96 * 4 * dim)
+
+
+def memory_gather(tokens: int, rows: int, size: str, timed: bool) -> Case:
+    def build(device: torch.device, seed: int) -> Problem:
+        table = random_fp8((rows, 256), device, seed)
+        scale = torch.randint(120, 130, (rows, 8), generator=generator(device, seed), device=device).to(torch.uint8)
+        index = torch.randint(0, rows, (tokens, 24), generator=generator(device, seed + 1), device=device)
+        return Problem(
+            run=lambda: engram.engram_gather(table, scale, index),
+            reference=lambda: engram.engram_gather_reference(table, scale, index),
+        )
+
+    return _case("engram_gather", f"{tokens} tokens of {rows} rows", build, 0.0, size, timed, tokens * 24 * (264 + 512 + 8))
+
+
+def memory_gate(tokens: int, dim: int, size: str, timed: bool) -> Case:
+    def build(device: torch.device, seed: int) -> Problem:
+        x, kv = (randn((tokens, n, dim), device, seed + n, torch.bfloat16) for n in (4, 5))
+        kv = kv.view(tokens, -1)
+        weights = [randn((4, dim), device, seed + n, torch.bfloat16) for n in (6, 7)]
+        live = torch.arange(tokens, device=device) % 5 != 2
+        return Problem(
+            run=lambda: engram.engram_gate(x, kv, *weights, 1e-20, live),
+            reference=lambda: engram.engram_gate_reference(x, kv, *weights, 1e-20, live),
+        )
+
+    return _case("engram_gate", f"{tokens}x4x{dim}", build, 6e-3, size, timed, tokens * dim * 2 * (4 + 5 + 4))
+
+
+def embed(tokens: int, dim: int, size: str, timed: bool) -> Case:
+    rows = 100 if size == "small" else 129280
+
+    def build(device: torch.device, seed: int) -> Problem:
+        table = randn((rows, dim), device, seed, torch.bfloat16)
+        ids = torch.randint(-1, rows, (tokens,), generator=generator(device, seed), device=device).int()
+        return Problem(
+            run=lambda: embedding.embedding(table, ids), reference=lambda: embedding.embedding_reference(table, ids)
+        )
+
+    return _case("embedding", f"{tokens} of {rows}x{dim}", build, 0.0, size, timed, tokens * dim * 4)
+
+
+def route(tokens: int, experts: int, k: int, score: str, groups: int, size: str, timed: bool = False) -> Case:
+    def build(device: torch.device, seed: int) -> Problem:
+        logits, bias = randn((tokens, experts), device, seed), randn((experts,), device, seed + 1) * 0.1
+        logits[0, :4] = logits[0, 4]  # ties
+        arguments = (logits, bias, k, score, 1.5, groups, max(1, groups // 2))
+        return Problem(run=lambda: routing.route(*arguments), reference=lambda: routing.route_reference(*arguments))
+
+    moved = tokens * (experts * 4 + k * 8)
+    return _case("route", f"{tokens}x{experts} top {k} {score}", build, (0.0, 1e-5), size, timed, moved)
+
+
+def rows_in_and_out(tokens: int, experts: int, dim: int, size: str, timed: bool) -> Case:
+    """plan, permute and combine together; bytes are those of the two row passes."""
+
+    def build(device: torch.device, seed: int) -> Problem:
+        g = generator(device, seed)
+        chosen = torch.rand((tokens, experts), generator=g, device=device).topk(min(6, experts - 1)).indices.int()
+        chosen[::5, 1] = -1
+        x, shared = (randn((tokens, dim), device, seed + i, torch.bfloat16) for i in (1, 2))
+        weights = randn(tuple(chosen.shape), device, seed + 3).abs()
+        rows = routing.row_capacity(*chosen.shape, experts)
+
+        def chain(plan, permute, combine):
+            row_of_choice, group_of_row, counts = plan(chosen, experts)
+            y = permute(x, row_of_choice, rows)
+            return row_of_choice, group_of_row, counts, combine(y, row_of_choice, weights, shared)
+
+        return Problem(
+            run=lambda: chain(routing.plan_rows, routing.permute, routing.combine),
+            reference=lambda: chain(routing.plan_rows_reference, routing.permute_reference, routing.combine_reference),
+        )
+
+    return _case("permute+combine", f"{tokens}x{dim}, {experts} experts", build, (0.0, 0.0, 0.0, 1e-3), size, timed,
+                 tokens * dim * 2 * (1 + 6 + 6 + 1 + 1))  # fmt: skip
+
+
+def move_blocks(records: int, total: int, size_bytes: int, direction: str, size: str, timed: bool) -> Case:
+    def build(device: torch.device, seed: int) -> Problem:
+        g = generator(device, seed)
+        pool = torch.randint(0, 256, (total, size_bytes), generator=g, device=device, dtype=torch.uint8)
+        slab = torch.randint(0, 256, (records, size_bytes), generator=g, device=device, dtype=torch.uint8)
+        index = torch.randperm(total, generator=g, device=device)[:records].int()
+        if direction == "gather":
+            return Problem(
+                run=lambda: blocks.gather_blocks(pool, index), reference=lambda: blocks.gather_blocks_reference(pool, index)
+            )
+
+        def run(call):
+            target = pool if timed else pool.clone()
+            call(slab, index, target)
+            return target
+
+        return Problem(
+            run=lambda: run(blocks.scatter_blocks), reference=lambda: run(blocks.scatter_blocks_reference)
+        )
+
+    return _case(f"{direction}_blocks", f"{records} of {size_bytes} bytes", build, 0.0, size, timed, 2 * records * size_bytes)

@@ -1,0 +1,151 @@
+"""The lightning indexer: scores of cached entries for each query row, over paged FP4 index keys.
+
+score[t, j] = sum_h w[t, h] * relu(q[t, h] . k[j]), j below the row's visible count, -inf beyond. With candidates (V4.1's
+second level) only the listed blocks of 8 positions are scored, and the columns are candidate slots in ascending order, so
+that `topk` over them keeps its tie rule. Selection itself is `topk`. Source: DeepSeek-V3.2 report (lightning indexer) and
+the V4.1 release. Sums are fp32; the release rounds products to bf16 in between.
+"""
+
+import torch
+
+from headrace.kernels import tuning
+from headrace.kernels._triton import cdiv, dot, tl, triton
+from headrace.kernels.attention_core import decode_e2m1
+from headrace.kernels.kv_layouts import PagedKV
+
+CANDIDATE_BLOCK = 8
+
+
+def index_scores_reference(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    kv: PagedKV,
+    block_table: torch.Tensor,
+    row_sequence: torch.Tensor,
+    visible: torch.Tensor,
+    max_entries: int,
+    candidates: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The specification, in `dtype`; shapes as in `index_scores`."""
+    rows = q.shape[0]
+    width = max_entries if candidates is None else candidates.shape[1] * CANDIDATE_BLOCK
+    out = torch.full((rows, width), float("-inf"), dtype=dtype, device=q.device)
+    for t in range(rows):
+        column = torch.arange(width, device=q.device)
+        position = column
+        if candidates is not None:
+            block = candidates[t, column // CANDIDATE_BLOCK].long()
+            position = torch.where(block >= 0, block * CANDIDATE_BLOCK + column % CANDIDATE_BLOCK, 1 << 40)
+        seen = position < int(visible[t])
+        position = position[seen]
+        page = block_table[row_sequence[t].long(), position // kv.page_size].long()
+        keys = kv.read(page * kv.page_size + position % kv.page_size).to(dtype)
+        product = torch.relu(q[t].to(dtype) @ keys.T)
+        out[t, seen] = weights[t].to(dtype) @ product
+    return out
+
+
+def index_scores(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    kv: PagedKV,
+    block_table: torch.Tensor,
+    row_sequence: torch.Tensor,
+    visible: torch.Tensor,
+    max_entries: int,
+    candidates: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q bf16 [T, H, 128] (already quantised to FP4 values), weights fp32 [T, H] (scales folded in), kv of index_fp4.
+
+    block_table int32 [B, P]; row_sequence int32 [T] its row for each query; visible int32 [T] entries that a row sees;
+    max_entries (host) bounds visible; candidates int32 [T, C] ascending blocks of 8 positions, -1 behind the last.
+    Returns fp32 [T, max_entries], or [T, 8 C] with candidates; not visible: -inf.
+    """
+    rows, heads, dim = q.shape
+    if kv.layout != "index_fp4" or dim != 128 or heads not in (16, 32, 64, 128):
+        raise ValueError(f"the indexer needs index_fp4 keys of 128 and 16, 32, 64 or 128 heads: {kv.layout}, {dim}, {heads}")
+    width = max_entries if candidates is None else candidates.shape[1] * CANDIDATE_BLOCK
+    out = torch.empty(rows, width, dtype=torch.float32, device=q.device)
+    config = tuning.indexer()
+    if rows and width:
+        _index_kernel[(cdiv(width, config["BLOCK_N"]), rows)](
+            q.contiguous(), weights.contiguous(), kv.bytes, kv.bytes[: kv.bytes.numel() // 4 * 4].view(torch.int32),
+            block_table, row_sequence, visible, candidates if candidates is not None else visible, out, width,
+            block_table.stride(0), 0 if candidates is None else candidates.stride(0), kv.page_stride, kv.offset,
+            HEADS=heads, PAGE=kv.page_size, CANDIDATES=candidates is not None, BLOCK_N=config["BLOCK_N"],
+            num_warps=config["num_warps"],
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _index_kernel(
+    q_ptr, weight_ptr, pool, pool32, table_ptr, sequence_ptr, visible_ptr, candidate_ptr, out_ptr, width,
+    table_stride, candidate_stride, page_stride, offset,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    visible = tl.load(visible_ptr + row)
+    position = column
+    if CANDIDATES:
+        block = tl.load(candidate_ptr + row * candidate_stride + column // 8, mask=column < width, other=-1)
+        position = tl.where(block >= 0, block * 8 + column % 8, visible)
+    seen = (position < visible) & (column < width)
+    position = tl.where(seen, position, 0)
+    sequence = tl.load(sequence_ptr + row).to(tl.int64)
+    page = tl.load(table_ptr + sequence * table_stride + position // PAGE, mask=seen, other=0).to(tl.int64)
+    slot = position % PAGE
+    begin = page * page_stride + offset
+    data_at = begin + slot * 64
+    raw = tl.load(pool + data_at[:, None] + tl.arange(0, 64)[None, :], mask=seen[:, None], other=0)
+    word = tl.load(pool32 + (begin + PAGE * 64) // 4 + slot, mask=seen, other=0)
+    even_byte = tl.join(word & 0xFF, (word >> 16) & 0xFF)
+    odd_byte = tl.join((word >> 8) & 0xFF, (word >> 24) & 0xFF)
+    byte = tl.reshape(tl.join(even_byte, odd_byte), [BLOCK_N, 4])
+    scale = (byte << 23).to(tl.float32, bitcast=True) * 16384.0
+    even, odd = decode_e2m1(raw)
+    value = tl.reshape(tl.join(even, odd), [BLOCK_N, 4, 32]) * scale[:, :, None]
+    key = tl.reshape(value, [BLOCK_N, 128]).to(tl.bfloat16)
+    head = tl.arange(0, HEADS)
+    q = tl.load(q_ptr + (row * HEADS + head)[:, None] * 128 + tl.arange(0, 128)[None, :])
+    weight = tl.load(weight_ptr + row * HEADS + head)
+    product = dot(key, tl.trans(q), tl.zeros([BLOCK_N, HEADS], tl.float32))
+    score = tl.sum(tl.maximum(product, 0.0) * weight[None, :], 1)
+    tl.store(out_ptr + row * width + column, tl.where(seen, score, float("-inf")), mask=column < width)
+
+
+def block_max_reference(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """scores fp32 [T, N], visible int32 [T] -> [T, ceil(N / 8)]: the best of each block of 8; a partial last block is padded
+
+    with -inf, and the block with the newest visible position is +inf, so that a top-k over blocks always holds it.
+    """
+    rows, n = scores.shape
+    padded = torch.nn.functional.pad(scores, (0, -n % CANDIDATE_BLOCK), value=float("-inf"))
+    best = padded.unflatten(-1, (-1, CANDIDATE_BLOCK)).amax(-1)
+    newest = (visible.long() - 1).clamp_min(0) // CANDIDATE_BLOCK
+    forced = (torch.arange(best.shape[1], device=scores.device) == newest.unsqueeze(1)) & (visible > 0).unsqueeze(1)
+    return best.masked_fill(forced, float("inf"))
+
+
+def block_max(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """As `block_max_reference`."""
+    rows, n = scores.shape
+    blocks = cdiv(n, CANDIDATE_BLOCK)
+    out = torch.empty(rows, blocks, dtype=torch.float32, device=scores.device)
+    if rows and blocks:
+        _block_max_kernel[(rows, cdiv(blocks, 256))](scores, visible, out, n, scores.stride(0), blocks, BLOCK=256)
+    return out
+
+
+@triton.jit
+def _block_max_kernel(score_ptr, visible_ptr, out_ptr, n, stride, blocks, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+    best = tl.max(tl.load(score_ptr + row * stride + at, mask=at < n, other=float("-inf")), 1)
+    visible = tl.load(visible_ptr + row)
+    newest = tl.where(visible > 0, (visible - 1) // 8, -1)
+    best = tl.where(block == newest, float("inf"), best)
+    tl.store(out_ptr + row * blocks + block, best, mask=block < blocks)

@@ -1,0 +1,185 @@
+"""Manifold-constrained hyper-connections, single pass: mix, collapse, expand over four residual streams, fused.
+
+X [T, 4, D] are the streams. A sublayer's coefficients come from its input: m = (fn x) / rms(x), x = flatten(X), then
+    pre = sigmoid(z[0:4]) + eps     post = 2 sigmoid(z[4:8])     z = base + m * scale (one scale per part)
+    comb = softmax rows of z[8:24] as 4x4, + eps, then column and row normalised in turn (Sinkhorn)
+collapse: u = sum_i pre_i X_i.  expand: X'_k = post_k o + sum_j comb[j, k] X_j. All in fp32, rounded to bf16 once.
+`mhc_pass` does expand, collapse and the projection for the next mix in one reading of X. Source: DeepSeek-V4.1 release.
+"""
+
+import torch
+
+from headrace.kernels._triton import cdiv, processor_count, tl, to_bf16, triton
+
+STREAMS = 4
+COEFFICIENTS = 24
+
+
+def mhc_coefficients_reference(
+    x: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, rms_eps: float, eps: float, iterations: int = 20
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [T, 4, D], fn fp32 [24, 4 D], base fp32 [24], scale fp32 [3] -> pre, post fp32 [T, 4], comb fp32 [T, 4, 4]."""
+    kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+    flat = x.flatten(1).to(kind)
+    m = (flat @ fn.to(kind).T) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + rms_eps)
+    z = base.to(kind) + m * scale.to(kind).repeat_interleave(torch.tensor([4, 4, 16], device=x.device))
+    comb = torch.softmax(z[:, 8:].unflatten(-1, (4, 4)), -1) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return torch.sigmoid(z[:, :4]) + eps, 2 * torch.sigmoid(z[:, 4:8]), comb
+
+
+def collapse_reference(x: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+    """x [T, 4, D], pre fp32 [T, 4] -> [T, D] bf16."""
+    return (pre.unsqueeze(-1) * x.float()).sum(1).to(torch.bfloat16)
+
+
+def expand_reference(o: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+    """o [T, D], x [T, 4, D], post fp32 [T, 4], comb fp32 [T, 4, 4] -> [T, 4, D] bf16."""
+    mixed = torch.einsum("tjk,tjd->tkd", comb, x.float())
+    return (post.unsqueeze(-1) * o.float().unsqueeze(1) + mixed).to(torch.bfloat16)
+
+
+def mhc_pass(
+    x: torch.Tensor,
+    expand: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    pre: torch.Tensor | None = None,
+    fn: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """One reading of x bf16 [T, 4, D]. expand = (o bf16 [T, D], post, comb): x becomes the expanded streams first.
+
+    Returns (streams: x itself without expand, u = collapse with pre or None, parts fp32 [splits, T, 32] for
+    `mhc_coefficients` with fn or None). D is a multiple of 64.
+    """
+    tokens, streams, dim = x.shape
+    if streams != STREAMS or dim % 64:
+        raise ValueError(f"mHC needs {STREAMS} streams of a multiple of 64 columns, got {streams} of {dim}")
+    x = x.contiguous()
+    out = torch.empty_like(x) if expand is not None else x
+    u = torch.empty(tokens, dim, dtype=torch.bfloat16, device=x.device) if pre is not None else None
+    block = 64
+    chunks = dim // block
+    rows = cdiv(tokens, 16)
+    splits = max(1, min(chunks, 4 * processor_count() // max(rows, 1)))
+    parts = torch.empty(splits, tokens, 32, dtype=torch.float32, device=x.device) if fn is not None else None
+    o, post, comb = expand if expand is not None else (x, x, x)
+    if tokens:
+        _mhc_kernel[(rows, splits)](
+            x, o, post, comb, pre if pre is not None else x, fn if fn is not None else x, out,
+            u if u is not None else x, parts if parts is not None else x, tokens, dim, chunks, cdiv(chunks, splits),
+            EXPAND=expand is not None, COLLAPSE=pre is not None, MIX=fn is not None, BLOCK_T=16, BLOCK_D=block, num_warps=4,
+        )  # fmt: skip
+    return out, u, parts
+
+
+def mhc_coefficients(
+    parts: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, dim: int, rms_eps: float, eps: float, iterations: int = 20
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """parts of `mhc_pass` for streams of dim columns -> pre, post fp32 [T, 4], comb fp32 [T, 4, 4]."""
+    splits, tokens = parts.shape[:2]
+    pre, post = (torch.empty(tokens, 4, dtype=torch.float32, device=parts.device) for _ in range(2))
+    comb = torch.empty(tokens, 4, 4, dtype=torch.float32, device=parts.device)
+    if tokens:
+        _coefficients_kernel[(cdiv(tokens, 32),)](
+            parts, base, scale, pre, post, comb, tokens, splits, STREAMS * dim, rms_eps, eps, iterations,
+            BLOCK=32, num_warps=1,
+        )  # fmt: skip
+    return pre, post, comb
+
+
+@triton.jit
+def _mhc_kernel(
+    x_ptr, o_ptr, post_ptr, comb_ptr, pre_ptr, fn_ptr, out_ptr, u_ptr, part_ptr, tokens, dim, chunks, per_split,
+    EXPAND: tl.constexpr, COLLAPSE: tl.constexpr, MIX: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = token < tokens
+    token = token.to(tl.int64)
+    split = tl.program_id(1)
+    coefficient = tl.arange(0, 32)
+    acc = tl.zeros([BLOCK_T, 32], tl.float32)
+    squares = tl.zeros([BLOCK_T], tl.float32)
+    for chunk in range(split * per_split, tl.minimum((split + 1) * per_split, chunks)):
+        column = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+        at = (token * 4 * dim)[:, None] + column[None, :]
+        mask = live[:, None]
+        x0 = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        x1 = tl.load(x_ptr + at + dim, mask=mask, other=0.0).to(tl.float32)
+        x2 = tl.load(x_ptr + at + 2 * dim, mask=mask, other=0.0).to(tl.float32)
+        x3 = tl.load(x_ptr + at + 3 * dim, mask=mask, other=0.0).to(tl.float32)
+        if EXPAND:
+            o = tl.load(o_ptr + (token * dim)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+            y0 = _expanded(o, x0, x1, x2, x3, post_ptr, comb_ptr, token, live, 0)
+            y1 = _expanded(o, x0, x1, x2, x3, post_ptr, comb_ptr, token, live, 1)
+            y2 = _expanded(o, x0, x1, x2, x3, post_ptr, comb_ptr, token, live, 2)
+            y3 = _expanded(o, x0, x1, x2, x3, post_ptr, comb_ptr, token, live, 3)
+            tl.store(out_ptr + at, y0, mask=mask)
+            tl.store(out_ptr + at + dim, y1, mask=mask)
+            tl.store(out_ptr + at + 2 * dim, y2, mask=mask)
+            tl.store(out_ptr + at + 3 * dim, y3, mask=mask)
+            x0, x1, x2, x3 = y0.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32), y3.to(tl.float32)
+        if COLLAPSE:
+            p = pre_ptr + token * 4
+            u = tl.load(p, mask=live, other=0.0)[:, None] * x0 + tl.load(p + 1, mask=live, other=0.0)[:, None] * x1
+            u += tl.load(p + 2, mask=live, other=0.0)[:, None] * x2
+            u += tl.load(p + 3, mask=live, other=0.0)[:, None] * x3
+            tl.store(u_ptr + (token * dim)[:, None] + column[None, :], to_bf16(u), mask=mask)
+        if MIX:
+            f = fn_ptr + coefficient[None, :] * (4 * dim) + column[:, None]
+            keep = (coefficient < 24)[None, :]
+            acc = tl.dot(x0, tl.load(f, mask=keep, other=0.0), acc, input_precision="tf32x3")
+            acc = tl.dot(x1, tl.load(f + dim, mask=keep, other=0.0), acc, input_precision="tf32x3")
+            acc = tl.dot(x2, tl.load(f + 2 * dim, mask=keep, other=0.0), acc, input_precision="tf32x3")
+            acc = tl.dot(x3, tl.load(f + 3 * dim, mask=keep, other=0.0), acc, input_precision="tf32x3")
+            squares += tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1)
+    if MIX:
+        row = part_ptr + (split.to(tl.int64) * tokens + token)[:, None] * 32 + coefficient[None, :]
+        tl.store(row, tl.where((coefficient == 24)[None, :], squares[:, None], acc), mask=live[:, None])
+
+
+@triton.jit
+def _expanded(o, x0, x1, x2, x3, post_ptr, comb_ptr, token, live, K: tl.constexpr):
+    """Stream K of the expansion, bf16 [T, D]."""
+    post = tl.load(post_ptr + token * 4 + K, mask=live, other=0.0)[:, None]
+    c = comb_ptr + token * 16 + K
+    y = tl.load(c, mask=live, other=0.0)[:, None] * x0 + tl.load(c + 4, mask=live, other=0.0)[:, None] * x1
+    y += tl.load(c + 8, mask=live, other=0.0)[:, None] * x2 + tl.load(c + 12, mask=live, other=0.0)[:, None] * x3
+    return to_bf16(post * o + y)
+
+
+@triton.jit
+def _coefficients_kernel(
+    part_ptr, base_ptr, scale_ptr, pre_ptr, post_ptr, comb_ptr, tokens, splits, width, rms_eps, eps, iterations,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = token < tokens
+    token = token.to(tl.int64)
+    four = tl.arange(0, 4)
+    sixteen = tl.arange(0, 16)
+    squares = tl.zeros([BLOCK], tl.float32)
+    pre = tl.zeros([BLOCK, 4], tl.float32)
+    post = tl.zeros([BLOCK, 4], tl.float32)
+    comb = tl.zeros([BLOCK, 16], tl.float32)
+    for s in range(splits):
+        row = part_ptr + (s * tokens + token) * 32
+        squares += tl.load(row + 24, mask=live, other=0.0)
+        pre += tl.load(row[:, None] + four[None, :], mask=live[:, None], other=0.0)
+        post += tl.load(row[:, None] + 4 + four[None, :], mask=live[:, None], other=0.0)
+        comb += tl.load(row[:, None] + 8 + sixteen[None, :], mask=live[:, None], other=0.0)
+    norm = tl.rsqrt(squares / width + rms_eps)[:, None]
+    pre = tl.load(base_ptr + four)[None, :] + pre * norm * tl.load(scale_ptr)
+    post = tl.load(base_ptr + 4 + four)[None, :] + post * norm * tl.load(scale_ptr + 1)
+    comb = tl.load(base_ptr + 8 + sixteen)[None, :] + comb * norm * tl.load(scale_ptr + 2)
+    tl.store(pre_ptr + token[:, None] * 4 + four[None, :], 1 / (1 + tl.exp(-pre)) + eps, mask=live[:, None])
+    tl.store(post_ptr + token[:, None] * 4 + four[None, :], 2 / (1 + tl.exp(-post)), mask=live[:, None])
+    comb = tl.reshape(comb, [BLOCK, 4, 4])
+    comb = tl.exp(comb - tl.max(comb, 2)[:, :, None])
+    comb = comb / tl.sum(comb, 2)[:, :, None] + eps
+    comb = comb / (tl.sum(comb, 1)[:, None, :] + eps)
+    for _ in range(iterations - 1):
+        comb = comb / (tl.sum(comb, 2)[:, :, None] + eps)
+        comb = comb / (tl.sum(comb, 1)[:, None, :] + eps)
+    tl.store(comb_ptr + token[:, None] * 16 + sixteen[None, :], tl.reshape(comb, [BLOCK, 16]), mask=live[:, None])

@@ -1,0 +1,281 @@
+"""Mixture-of-experts routing: scores, top-k experts, stable permutation into grouped rows, fixed-order combine.
+
+Ties go to the lower expert. Rows of an expert keep token order (stable), and its segment begins at a multiple of 128, as
+`gemm_fp8` and `gemm_upcast` want their contiguous rows. The combine adds experts in top-k order, so it is deterministic
+and batch-invariant. Sources: DeepSeek-V3 (sigmoid, group-limited) and V4.1 (square root of softplus) released code.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from headrace.kernels._triton import cdiv, next_power_of_2, tl, to_bf16, triton
+
+ALIGNMENT = 128
+
+
+def route_reference(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    score: str = "sqrtsoftplus",
+    scale: float = 1.5,
+    groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits fp32 [T, E], bias fp32 [E] or [T, E] -> (experts int32 [T, k], weights fp32 [T, k]), best first.
+
+    The bias chooses, the plain score weighs: weights = score / (sum + 1e-20) * scale. With groups > 1 only experts of
+    the top_groups groups compete, a group's rank being the sum of its two best biased scores.
+    """
+    scores = torch.sigmoid(logits.float()) if score == "sigmoid" else torch.sqrt(F.softplus(logits.float(), threshold=1e9))
+    choice = scores if bias is None else scores + bias
+    if groups > 1:
+        per_group = choice.unflatten(-1, (groups, -1))
+        rank = per_group.topk(2, -1).values.sum(-1)
+        kept = torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, _stable_top(rank, top_groups), True)
+        choice = per_group.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+    experts = _stable_top(choice, top_k)
+    weights = scores.gather(-1, experts)
+    return experts.int(), weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale
+
+
+def _stable_top(x: torch.Tensor, k: int) -> torch.Tensor:
+    return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def route(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    score: str = "sqrtsoftplus",
+    scale: float = 1.5,
+    groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `route_reference`, one launch."""
+    tokens, experts = logits.shape
+    chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    if tokens:
+        size = next_power_of_2(experts)
+        if groups > 1 and size != experts:
+            raise ValueError(f"group limits need a power of two of experts, got {experts}")
+        _route_kernel[(tokens,)](
+            logits.contiguous(), bias if bias is not None else logits, chosen, weights, experts, scale,
+            0 if bias is None or bias.dim() == 1 else bias.stride(0),
+            TOP_K=top_k, SIGMOID=score == "sigmoid", HAS_BIAS=bias is not None, GROUPS=groups, TOP_GROUPS=top_groups,
+            BLOCK=size, BLOCK_K=next_power_of_2(top_k), num_warps=1 if size <= 256 else 2,
+        )  # fmt: skip
+    return chosen, weights
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr, bias_ptr, chosen_ptr, weight_ptr, experts, scale, bias_stride,
+    TOP_K: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    live = expert < experts
+    x = tl.load(logits_ptr + token * experts + expert, mask=live, other=0.0)
+    if SIGMOID:
+        score = 1 / (1 + tl.exp(-x))
+    else:
+        # softplus(x) = max(x, 0) + log(1 + exp(-|x|)); the log of 1 + tiny loses tiny, so small ones are taken as they are
+        tiny = tl.exp(-tl.abs(x))
+        one_more = 1 + tiny
+        log1p = tl.where(one_more == 1, tiny, tl.log(one_more) * (tiny / tl.where(one_more == 1, 1.0, one_more - 1)))
+        score = tl.sqrt(tl.maximum(x, 0.0) + log1p)
+    choice = score
+    if HAS_BIAS:
+        choice += tl.load(bias_ptr + token * bias_stride + expert, mask=live, other=0.0)
+    choice = tl.where(live, choice, float("-inf"))
+    if GROUPS > 1:
+        grouped = tl.reshape(choice, [GROUPS, BLOCK // GROUPS])
+        best = tl.max(grouped, 1)
+        first = tl.argmax(grouped, 1)
+        second = tl.max(tl.where(tl.arange(0, BLOCK // GROUPS)[None, :] == first[:, None], float("-inf"), grouped), 1)
+        rank = best + second
+        group = tl.arange(0, GROUPS)
+        kept = tl.zeros([GROUPS], tl.int32)
+        for _ in tl.static_range(TOP_GROUPS):
+            winner = tl.argmax(rank, 0)
+            kept = tl.where(group == winner, 1, kept)
+            rank = tl.where(group == winner, float("-inf"), rank)
+        choice = tl.reshape(tl.where(kept[:, None] == 1, grouped, float("-inf")), [BLOCK])
+    slot = tl.arange(0, BLOCK_K)
+    chosen = tl.zeros([BLOCK_K], tl.int32)
+    weight = tl.zeros([BLOCK_K], tl.float32)
+    for k in tl.static_range(TOP_K):
+        winner = tl.argmax(choice, 0)  # the lowest of equals
+        chosen = tl.where(slot == k, winner, chosen)
+        weight = tl.where(slot == k, tl.sum(tl.where(expert == winner, score, 0.0), 0), weight)
+        choice = tl.where(expert == winner, float("-inf"), choice)
+    weight = weight / (tl.sum(weight, 0) + 1e-20) * scale
+    tl.store(chosen_ptr + token * TOP_K + slot, chosen, mask=slot < TOP_K)
+    tl.store(weight_ptr + token * TOP_K + slot, weight, mask=slot < TOP_K)
+
+
+def plan_rows_reference(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """experts int32 [T, k] in 0..count-1 (-1: not computed here) -> the grouped row of each choice, and each row's group.
+
+    Returns (row_of_choice int32 [T, k], -1 where not computed; group_of_row int32 [capacity], -1 for padding;
+    counts int32 [count]). capacity = T k rounded up with one partial block per expert, a shape known to the host.
+    """
+    flat = experts.reshape(-1).long()
+    counts = torch.bincount(flat[flat >= 0], minlength=count)
+    begin = ((counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cumsum(0).roll(1)
+    begin[0] = 0
+    row_of_choice = torch.full_like(flat, -1)
+    group_of_row = torch.full((row_capacity(experts.shape[0], experts.shape[1], count),), -1, dtype=torch.int32,
+                              device=experts.device)  # fmt: skip
+    for e in range(count):
+        mine = (flat == e).nonzero().flatten()
+        rows = begin[e] + torch.arange(len(mine), device=flat.device)
+        row_of_choice[mine] = rows
+        group_of_row[rows] = e
+    return row_of_choice.view_as(experts).int(), group_of_row, counts.int()
+
+
+def row_capacity(tokens: int, top_k: int, count: int) -> int:
+    """Rows that the grouped layout of any routing of so many tokens needs."""
+    choices = tokens * top_k
+    return cdiv(choices + min(count, choices) * (ALIGNMENT - 1), ALIGNMENT) * ALIGNMENT
+
+
+def plan_rows(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `plan_rows_reference`, two launches, no copy to the host."""
+    tokens, top_k = experts.shape
+    row_of_choice = torch.full_like(experts, -1)
+    group_of_row = torch.full((row_capacity(tokens, top_k, count),), -1, dtype=torch.int32, device=experts.device)
+    counts = torch.empty(count, dtype=torch.int32, device=experts.device)
+    shared = {"BLOCK": 1024, "num_warps": 4}
+    flat = experts.contiguous()
+    _count_kernel[(count,)](flat, counts, tokens * top_k, **shared)
+    if tokens:
+        _place_kernel[(count,)](
+            flat, counts, row_of_choice, group_of_row, tokens * top_k, count, EXPERTS=next_power_of_2(count), **shared
+        )
+    return row_of_choice, group_of_row, counts
+
+
+@triton.jit
+def _count_kernel(experts_ptr, count_ptr, choices, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    total = tl.zeros([BLOCK], tl.int32)
+    for begin in range(0, choices, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        total += (tl.load(experts_ptr + at, mask=at < choices, other=-1) == expert).to(tl.int32)
+    tl.store(count_ptr + expert, tl.sum(total, 0))
+
+
+@triton.jit
+def _place_kernel(
+    experts_ptr, count_ptr, row_ptr, group_ptr, choices, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    expert = tl.program_id(0)
+    other = tl.arange(0, EXPERTS)
+    counts = tl.load(count_ptr + other, mask=(other < count) & (other < expert), other=0)
+    row = tl.sum((counts + 127) // 128 * 128, 0)
+    for begin in range(0, choices, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        mine = tl.load(experts_ptr + at, mask=at < choices, other=-1) == expert
+        order = tl.cumsum(mine.to(tl.int32), 0)
+        tl.store(row_ptr + at, row + order - 1, mask=mine)
+        tl.store(group_ptr + row + order - 1, tl.full([BLOCK], 0, tl.int32) + expert, mask=mine)
+        row += tl.max(order, 0)
+
+
+def permute_reference(x: torch.Tensor, row_of_choice: torch.Tensor, rows: int) -> torch.Tensor:
+    """x [T, D] -> [rows, D]: each token's row copied to all rows of its choices; other rows are 0 here."""
+    out = torch.zeros(rows, x.shape[1], dtype=x.dtype, device=x.device)
+    for k in range(row_of_choice.shape[1]):
+        there = row_of_choice[:, k] >= 0
+        out[row_of_choice[there, k].long()] = x[there]
+    return out
+
+
+def permute(x: torch.Tensor, row_of_choice: torch.Tensor, rows: int) -> torch.Tensor:
+    """As `permute_reference`, for any element of 1 or 2 bytes; rows without a choice are not written."""
+    out = torch.empty(rows, x.shape[1], dtype=x.dtype, device=x.device)
+    tokens, top_k = row_of_choice.shape
+    words = _as_words(x), _as_words(out)
+    size = words[0].shape[1]
+    if tokens:
+        block = min(1024, next_power_of_2(size))
+        _permute_kernel[(tokens, cdiv(size, block))](
+            *words, row_of_choice, size, words[0].stride(0), TOP_K=top_k, BLOCK=block, num_warps=4
+        )
+    return out
+
+
+def _as_words(t: torch.Tensor) -> torch.Tensor:
+    """The widest integer view of contiguous rows."""
+    size = t.shape[1] * t.element_size()
+    kind = next(k for k in (torch.int64, torch.int32, torch.int16, torch.uint8) if size % k.itemsize == 0)
+    return t.contiguous().view(kind)
+
+
+@triton.jit
+def _permute_kernel(x_ptr, out_ptr, row_ptr, size, stride, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x_ptr + token * stride + at, mask=at < size)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(row_ptr + token * TOP_K + k).to(tl.int64)
+        tl.store(out_ptr + row * size + at, value, mask=at < tl.where(row >= 0, size, 0))
+
+
+def combine_reference(
+    y: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None, shared: torch.Tensor | None = None
+) -> torch.Tensor:
+    """y [rows, D], weights fp32 [T, k] or None (already applied) -> bf16 [T, D]: the routed sum in fp32 in top-k order,
+
+    rounded to bf16, then the shared expert's bf16 output added.
+    """
+    total = torch.zeros(row_of_choice.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
+    for k in range(row_of_choice.shape[1]):
+        there = row_of_choice[:, k] >= 0
+        part = y[row_of_choice[there, k].long()].float()
+        total[there] += part if weights is None else part * weights[there, k : k + 1]
+    total = total.to(torch.bfloat16)
+    return total if shared is None else (total.float() + shared.float()).to(torch.bfloat16)
+
+
+def combine(
+    y: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor | None, shared: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `combine_reference`; y and shared bf16."""
+    tokens, top_k = row_of_choice.shape
+    dim = y.shape[1]
+    out = torch.empty(tokens, dim, dtype=torch.bfloat16, device=y.device)
+    if tokens:
+        block = min(1024, next_power_of_2(dim))
+        _combine_kernel[(tokens, cdiv(dim, block))](
+            y, row_of_choice, weights if weights is not None else y, shared if shared is not None else y, out, dim,
+            TOP_K=top_k, WEIGHTS=weights is not None, SHARED=shared is not None, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _combine_kernel(
+    y_ptr, row_ptr, weight_ptr, shared_ptr, out_ptr, dim,
+    TOP_K: tl.constexpr, WEIGHTS: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(row_ptr + token * TOP_K + k).to(tl.int64)
+        part = tl.load(y_ptr + row * dim + at, mask=at < tl.where(row >= 0, dim, 0), other=0.0).to(tl.float32)
+        if WEIGHTS:
+            # A choice that is not computed here contributes an exact 0, whatever its weight.
+            part *= tl.load(weight_ptr + token * TOP_K + k)
+        total += part
+    total = to_bf16(total)
+    if SHARED:
+        other = tl.load(shared_ptr + token * dim + at, mask=at < dim, other=0.0).to(tl.float32)
+        total = to_bf16(total.to(tl.float32) + other)
+    tl.store(out_ptr + token * dim + at, total, mask=at < dim)

@@ -1,0 +1,99 @@
+"""Exact top-k of long rows: the k largest scores, ties to the lower position, positions in ascending order.
+
+Radix selection on order-preserving keys: four histograms of eight bits find the k-th key, a last pass writes the
+positions. One program walks a row, so a result never depends on other rows. NaN is not a score.
+"""
+
+import torch
+
+from headrace.kernels._triton import tl, triton
+
+
+def topk_reference(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
+    """scores fp32 [T, N]; lengths int32 [T] scores in use (default N) -> int32 [T, k] ascending, -1 behind the last.
+
+    A score of -inf is never taken.
+    """
+    rows, n = scores.shape
+    out = torch.full((rows, k), -1, dtype=torch.int32, device=scores.device)
+    for t in range(rows):
+        row = scores[t, : n if lengths is None else int(lengths[t])]
+        best = row.sort(descending=True, stable=True)
+        chosen = best.indices[:k][best.values[:k] > float("-inf")].sort().values
+        out[t, : len(chosen)] = chosen
+    return out
+
+
+def topk(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
+    """As `topk_reference`, one launch; columns contiguous."""
+    rows, n = scores.shape
+    out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+    if rows:
+        block = min(8192, max(256, 1 << max(n - 1, 0).bit_length()))
+        _topk_kernel[(rows,)](
+            scores, lengths if lengths is not None else out, out, n, scores.stride(0), k,
+            HAS_LENGTHS=lengths is not None, BLOCK=block, num_warps=8 if block > 1024 else 4,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def sort_key(x):
+    """fp32 -> uint32 of the same order (-0 below +0 is folded: both are +0)."""
+    raw = (x + 0.0).to(tl.uint32, bitcast=True)
+    return tl.where(raw >> 31 == 1, ~raw, raw | 0x80000000)
+
+
+@triton.jit
+def kth_key(pointer, n, k, BLOCK: tl.constexpr):
+    """The key of the k-th largest of n fp32 scores at pointer, and how many equal to it belong to the top k."""
+    prefix = tl.zeros([], tl.uint32)
+    need = tl.zeros([], tl.int32) + k
+    bucket = tl.arange(0, 256)
+    for level in tl.static_range(4):
+        shift: tl.constexpr = 24 - 8 * level
+        counts = tl.zeros([256], tl.int32)
+        for begin in range(0, n, BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            key = sort_key(tl.load(pointer + at, mask=at < n, other=float("-inf")))
+            match = at < n
+            if level > 0:
+                match = match & ((key >> (shift + 8)) == (prefix >> (shift + 8)))
+            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=match)
+        greater = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # with a larger digit
+        here = (greater < need) & (need <= greater + counts)
+        digit = tl.sum(tl.where(here, bucket, 0), 0)
+        need -= tl.sum(tl.where(here, greater, 0), 0)
+        prefix = prefix | (digit.to(tl.uint32) << shift)
+    return prefix, need
+
+
+@triton.jit
+def _topk_kernel(
+    score_ptr, length_ptr, out_ptr, n, stride, k, HAS_LENGTHS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    score_ptr += row * stride
+    out_ptr += row * k
+    if HAS_LENGTHS:
+        n = tl.load(length_ptr + row)
+    limit = tl.zeros([], tl.uint32)
+    need = tl.zeros([], tl.int32) + n  # no more scores than k: every one is equal or greater than key 0
+    if n > k:
+        limit, need = kth_key(score_ptr, n, k, BLOCK)
+    taken = 0
+    equal_taken = 0
+    for begin in range(0, n, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        score = tl.load(score_ptr + at, mask=at < n, other=float("-inf"))
+        key = sort_key(score)
+        equal = ((key == limit) & (at < n)).to(tl.int32)
+        rank = tl.cumsum(equal, 0) + equal_taken
+        chosen = (at < n) & (score > float("-inf")) & ((key > limit) | ((equal == 1) & (rank <= need)))
+        order = tl.cumsum(chosen.to(tl.int32), 0) + taken
+        tl.store(out_ptr + order - 1, at, mask=chosen)
+        taken = tl.max(order, 0)
+        equal_taken = tl.max(rank, 0)
+    for begin in range(0, k, 256):
+        at = begin + tl.arange(0, 256)
+        tl.store(out_ptr + at, tl.full([256], -1, tl.int32), mask=(at >= taken) & (at < k))
