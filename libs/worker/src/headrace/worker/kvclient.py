@@ -37,8 +37,10 @@ class Limits:
 
     wait: float = 0.25  # a request waits this long for the store ...
     rate: float = 500e6  # ... plus its bytes at this rate (bytes per second)
+    late: float = 2.0  # a read that the request no longer waits for may go on this long, for the next request
     pause: float = 1.0  # the store is left alone this long after a failure
     queue: int = 4096  # objects waiting to be written through
+    gather: float = 0.02  # a batch gathers this long
     batch: int = 64  # objects per grant
     batch_bytes: int = 32 << 20
     write: float = 10.0  # a grant's whole life
@@ -87,7 +89,8 @@ class KvStoreClient:
         self._bus, self._instance, self._links, self._kv, self._engine = bus, instance, links, kv, engine
         self._find, self._trace = find, trace
         self._pool, self._block_bytes = engine.pool, engine.info.block_bytes
-        self._queue: deque[_Item] = deque()
+        self._queues: dict[tuple[bytes, str], deque[_Item]] = {}  # by namespace and kind: a grant has one of each
+        self._queued = 0
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -118,7 +121,7 @@ class KvStoreClient:
     @property
     def pending(self) -> int:
         """Objects that are still to be written through."""
-        return len(self._queue) + (not self._idle.is_set())
+        return self._queued + (not self._idle.is_set())
 
     def wanted(self, hashes: Sequence[bytes], have: int) -> bool:
         """Whether asking the store may help a prompt whose first `have` usable blocks are resident."""
@@ -146,13 +149,16 @@ class KvStoreClient:
         if store is None or not hashes or time.monotonic() < self._paused_until:
             return Fetched()
         allowed = self.limits.wait + (len(hashes) - have) * self._block_bytes / self.limits.rate
-        task = asyncio.create_task(self._fetch(store, request, namespace, hashes, have, time.monotonic() + allowed))
+        task = asyncio.create_task(
+            self._fetch(store, request, namespace, hashes, have, time.monotonic() + allowed + self.limits.late)
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         done, _ = await asyncio.wait({task}, timeout=allowed)
         if done:
             return task.result()
         self.counters["late_fetches"] += 1
+        self._paused_until = time.monotonic() + self.limits.pause
         task.add_done_callback(self._keep_late)
         return Fetched()
 
@@ -254,20 +260,25 @@ class KvStoreClient:
     def _enqueue(self, item: _Item) -> None:
         if self._find() is None:
             return
-        if len(self._queue) >= self.limits.queue:
+        if self._queued >= self.limits.queue:
             self.counters["dropped_full"] += 1
             return
-        self._queue.append(item)
+        kind = (item.namespace, "block" if item.state is None else "state")
+        queue = self._queues.get(kind)
+        if queue is None:
+            queue = self._queues[kind] = deque()
+        queue.append(item)
+        self._queued += 1
         self._idle.clear()
         self._wake.set()
 
     async def _write_loop(self) -> None:
         while True:
-            if not self._queue:
+            if not self._queues:
                 self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()
-                await asyncio.sleep(0.005)  # let a batch gather
+                await asyncio.sleep(self.limits.gather)
             await asyncio.sleep(max(0.0, self._paused_until - time.monotonic()))
             store, batch = self._find(), self._take()
             if not batch:
@@ -289,14 +300,14 @@ class KvStoreClient:
                 self._pool.release(pinned)
 
     def _take(self) -> list[_Item]:
-        """The next items of one kind and namespace whose bytes are still here, pinned."""
-        batch: list[_Item] = []
-        nbytes = 0
-        while self._queue and len(batch) < self.limits.batch and nbytes < self.limits.batch_bytes:
-            item = self._queue[0]
-            if batch and (item.namespace != batch[0].namespace or (item.state is None) != (batch[0].state is None)):
-                break
-            self._queue.popleft()
+        """The next items of one kind and namespace whose bytes are still here, pinned. Kinds take turns."""
+        if not self._queues:
+            return []
+        kind = next(iter(self._queues))
+        queue, batch, nbytes = self._queues.pop(kind), [], 0
+        while queue and len(batch) < self.limits.batch and nbytes < self.limits.batch_bytes:
+            item = queue.popleft()
+            self._queued -= 1
             if item.state is None:
                 if self._pool.hash_of(item.block) != item.key or not self._pool.peek([item.key]):
                     self.counters["dropped_gone"] += 1
@@ -305,6 +316,8 @@ class KvStoreClient:
                 self._writing.append(item.block)
             nbytes += self._block_bytes if item.state is None else len(item.state)
             batch.append(item)
+        if queue:
+            self._queues[kind] = queue
         return batch
 
     async def _write(self, store: m.Presence, batch: list[_Item]) -> None:

@@ -47,6 +47,7 @@ class WorkerService(Service):
         self.peers: Peers = None  # type: ignore[assignment]
         self.prober: Prober = None  # type: ignore[assignment]
         self.address = b""
+        self._store_presence: m.Presence | None = None
         self.tombstones = Tombstones()
         self.event_seq = 0
         self._confirming: set[asyncio.Task] = set()
@@ -82,6 +83,7 @@ class WorkerService(Service):
         )  # fmt: skip
         self.prepare()
         self.address = self.memory.address()
+        self.peers.watch(self._peer_changed)
         await self.peers.start()
         self.prober.start()
         self.store.start()
@@ -145,10 +147,12 @@ class WorkerService(Service):
         self.kv = self.memory.register(name, nbytes)
         return self.kv
 
+    def _peer_changed(self, kind: str, presence: m.Presence) -> None:
+        if presence.role == "kvstore" and kind != "update" and self.settings.kvstore:
+            self._store_presence = next(iter(self.peers.by_role("kvstore")), None)
+
     def _find_store(self) -> m.Presence | None:
-        if not self.settings.kvstore:
-            return None
-        return next(iter(self.peers.by_role("kvstore")), None)
+        return self._store_presence
 
     # ------------------------------------------------------------ what subclasses say
 

@@ -19,11 +19,11 @@ class WorkerSettings(Settings):
         "v41"
     )
     model: Annotated[str, Meta(description="folder of the checkpoint (engine v41)")] = ""
-    num_blocks: Annotated[int, Meta(ge=2, description="KV blocks of 128 tokens")] = 1024
+    num_blocks: Annotated[int, Meta(ge=0, description="KV blocks of 128 tokens; 0: 1024 (sim: 4096)")] = 0
     max_num_seqs: Annotated[int, Meta(ge=1, description="sequences at a time")] = 64
     max_num_batched_tokens: Annotated[
-        int, Meta(ge=16, description="rows of one step; a prompt's chunk is at most this long")
-    ] = 2048
+        int, Meta(ge=0, description="rows of one step; a prompt's chunk is at most this long; 0: 2048 (sim: 16384)")
+    ] = 0
     chunk_tokens: Annotated[
         list[int], Meta(description="upper bounds of a prompt's chunks in turn; none: only the step's rows")
     ] = []
@@ -71,6 +71,9 @@ class WorkerSettings(Settings):
     pipeline_parallel_size: Annotated[int, Meta(description="must be 1")] = 1
 
     def __post_init__(self) -> None:
+        sim = self.engine == "sim"
+        self.num_blocks = self.num_blocks or (4096 if sim else 1024)
+        self.max_num_batched_tokens = self.max_num_batched_tokens or (16_384 if sim else 2048)
         if self.model_path:
             if self.model and self.model != self.model_path:
                 raise ValueError(f"--model {self.model} and --model-path {self.model_path} differ; give one of them")

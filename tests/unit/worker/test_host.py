@@ -1,0 +1,159 @@
+"""The engine's host: steps in another thread, contained errors, sweeps when idle."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from array import array
+
+import pytest
+
+from headrace.engine import api
+from headrace.kv.hashing import BlockHasher
+from headrace.worker.host import EngineHost
+from headrace.worker.sim import SimConfig, SimEngine
+
+SMALL = dict(num_blocks=32, block_bytes=64, state_bytes=64, max_num_seqs=8)
+
+
+class Recorder:
+    def __init__(self, engine, **options) -> None:
+        self.engine, self.events, self.ticks = engine, [], 0
+        self.host = EngineHost(engine, self.events.extend, self._tick, **options)
+
+    def _tick(self) -> None:
+        self.ticks += 1
+
+    def submit(self, name: str, size: int = 5, **sampling) -> None:
+        ids = array("I", range(size))
+        hashes = BlockHasher(self.engine.info.layout_id, b"").hashes(ids)
+        self.engine.submit(api.EngineRequest(name, ids, hashes, api.SamplingParams(**sampling)))
+        self.host.wake()
+
+    async def ended(self, *names: str, timeout: float = 5.0) -> None:
+        """Wait until each request has its last event."""
+        end = time.monotonic() + timeout
+        while not set(names) <= {
+            e.request for e in self.events if isinstance(e, api.Failed) or (isinstance(e, api.Tokens) and e.finish)
+        }:
+            assert time.monotonic() < end, self.events
+            await asyncio.sleep(0.005)
+
+    async def reached(self, name: str, tokens: int) -> int:
+        """Wait for output; -> how often the loop came by meanwhile."""
+        turns = 0
+        while self.tokens(name) < tokens:
+            await asyncio.sleep(0.001)
+            turns += 1
+        return turns
+
+    def tokens(self, name: str) -> int:
+        return sum(len(e.ids) for e in self.events if isinstance(e, api.Tokens) and e.request == name)
+
+
+@pytest.fixture
+async def hosted():
+    made = []
+
+    def make(engine, **options) -> Recorder:
+        recorder = Recorder(engine, **options)
+        recorder.host.start()
+        made.append(recorder)
+        return recorder
+
+    yield make
+    for recorder in made:
+        await recorder.host.stop()
+
+
+async def test_steps_without_time_run_inline(hosted):
+    recorder = hosted(SimEngine(SimConfig(**SMALL)))
+    recorder.submit("r", max_tokens=40)
+    await recorder.ended("r")
+    assert recorder.tokens("r") == 40 and recorder.host.steps == 41
+    assert recorder.host.step_age() == 0.0
+    assert threading.active_count() == 1 or not any(t.name.startswith("model") for t in threading.enumerate())
+
+
+async def test_simulated_time_passes_without_blocking_the_loop(hosted):
+    recorder = hosted(SimEngine(SimConfig(**SMALL, decode_step_seconds=0.05)))
+    recorder.submit("r", max_tokens=4)
+    started = time.monotonic()
+    assert await recorder.reached("r", 4) > 10
+    assert time.monotonic() - started >= 0.2
+
+
+class Threaded(SimEngine):
+    """Executes as a real engine does: for a while, in the model's thread."""
+
+    def __init__(self, config, poison: str = "") -> None:
+        super().__init__(config)
+        self.info.kind, self.poison, self.threads = "threaded", poison, set()
+
+    def execute(self, plan) -> None:
+        self.threads.add(threading.current_thread().name)
+        time.sleep(0.005)
+        if any(s.request.request == self.poison for s, _, _ in plan.prefill):
+            raise ArithmeticError("a bad row")
+        super().execute(plan)
+
+
+async def test_a_real_engine_executes_in_one_thread_and_is_cancelled_safely(hosted):
+    engine = Threaded(SimConfig(**SMALL))
+    recorder = hosted(engine)
+    recorder.submit("gone", 300, max_tokens=1000)
+    recorder.submit("r", 300, max_tokens=20)
+    await recorder.reached("gone", 3)
+    assert engine.cancel("gone")  # while a step runs
+    await recorder.ended("r")
+    assert len(engine.threads) == 1 and engine.threads.pop().startswith("model")
+    assert recorder.tokens("r") == 20 and recorder.tokens("gone") < 20
+    engine.pool.check(engine.owners())
+    assert engine.pool.used == 0
+
+
+async def test_a_failing_step_ends_its_requests_and_nothing_else(hosted):
+    engine = Threaded(SimConfig(**SMALL), poison="bad")
+    recorder = hosted(engine)
+    recorder.submit("good", max_tokens=200)
+    await recorder.reached("good", 3)
+    recorder.submit("bad", 200)
+    await recorder.ended("bad", "good")
+    failed = [e for e in recorder.events if isinstance(e, api.Failed)]
+    # `good` decoded in the same step as `bad` began: one batch, one fate. Whoever comes later is served.
+    assert {e.request for e in failed} == {"bad", "good"} and "a bad row" in failed[0].message
+    recorder.submit("later", max_tokens=5)
+    await recorder.ended("later")
+    assert recorder.tokens("later") == 5
+    engine.pool.check(engine.owners())
+
+
+async def test_a_failing_plan_or_owner_does_not_stop_the_host(hosted):
+    engine = SimEngine(SimConfig(**SMALL))
+    recorder = hosted(engine)
+    planned, engine.plan = engine.plan, lambda: 1 / 0
+    recorder.submit("r")
+    await recorder.ended("r")
+    engine.plan = planned
+    recorder.host._on_events = lambda events: 1 / 0
+    recorder.submit("unseen", max_tokens=3)
+    await asyncio.sleep(0.05)
+    assert not engine.has_work()
+    recorder.host._on_events = recorder.events.extend
+    recorder.submit("seen", max_tokens=3)
+    await recorder.ended("seen")
+
+
+async def test_the_sweep_runs_without_work_and_finds_memory_that_came_back(hosted):
+    engine = SimEngine(SimConfig(**SMALL))
+    recorder = hosted(engine, tick=0.01)
+    taken = engine.pool.allocate(32)
+    recorder.submit("r", 300, max_tokens=2)  # no memory: nothing can be planned
+    await asyncio.sleep(0.05)
+    assert recorder.ticks >= 2 and not recorder.events
+    engine.pool.release(taken)  # nobody wakes the host
+    await recorder.ended("r")
+    before = recorder.ticks
+    await asyncio.sleep(0.05)
+    assert recorder.ticks > before
