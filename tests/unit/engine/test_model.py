@@ -270,6 +270,34 @@ def test_bounded_compresses_exactly_and_decodes_approximately(path, bounded, mod
     assert 0 < error < 0.5 * want.abs().max()
 
 
+def test_a_bounded_state_travels(bounded):
+    """After the prompt, and from a block boundary that no decoder layer has reached."""
+    ids, length = tokens(15, 260), 230
+    floor = length - 28
+
+    def feed(memory, slot, start, stop, table):
+        outputs = range(max(start, floor), stop)
+        previous = ids[max(0, start - 3) : start]
+        segment = Segment(slot, start, ids[start:stop], previous, table, decoder_floor=floor, outputs=outputs)
+        return memory.model.forward([segment], memory.kv, memory.states)
+
+    here = Memory(bounded)
+    body = feed(here, 0, 0, 128, [0, 1, 2])
+    snapshot = here.states.pack(0, 128)
+    prompt = feed(here, 0, 128, length, [0, 1, 2])
+    handoff, blocks = here.states.pack(0, length), here.kv.data[:3].clone()
+    decoded = torch.cat([feed(here, 0, t, t + 1, [0, 1, 2]) for t in range(length, 260)])
+    assert body.shape[0] == 0 and len(snapshot) < len(handoff) <= bounded.spec.state_bytes
+
+    there = Memory(bounded, ring=16)
+    there.run((4, tokens(16, 60), 0, 60, [9]))  # the slot had another tenant
+    there.kv.data[[5, 6, 7]] = blocks
+    there.states.unpack(4, length, memoryview(handoff))
+    assert torch.equal(torch.cat([feed(there, 4, t, t + 1, [5, 6, 7]) for t in range(length, 260)]), decoded)
+    there.states.unpack(4, 128, memoryview(snapshot))
+    assert torch.equal(feed(there, 4, 128, length, [5, 6, 7]), prompt)
+
+
 def test_bounded_rejects_outputs_that_the_decoder_skips(bounded):
     memory = Memory(bounded)
     with pytest.raises(ValueError, match=r"output 3 is not a row \[40, 60\)"):
