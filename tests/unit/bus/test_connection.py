@@ -1,6 +1,7 @@
 """The connection, on a real nats-server: requests, order, chunks, refusal while disconnected, reconnecting."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -57,6 +58,17 @@ async def test_silence_times_out(pair):
     with pytest.raises(BusTimeout, match="headrace.decode.d1.ping"):
         await one.request("decode", "d1", "ping", m.Ping(), timeout=0.05)
     assert one.counters.timeouts == 1 and not one._waiting
+
+
+async def test_a_held_up_process_does_not_take_its_own_lag_for_silence(pair):
+    one, two = pair
+    await serve_echo(two, "decode", "d1", [])
+    asking = asyncio.ensure_future(one.request("decode", "d1", "ping", m.Ping(), timeout=0.2))
+    await asyncio.sleep(0.05)  # the answer is in our socket or on its way; we do not get to read it:
+    asking2 = asyncio.ensure_future(one.request("decode", "d1", "ping", m.Ping(), timeout=0.2))
+    await asyncio.sleep(0)
+    time.sleep(0.5)  # noqa: ASYNC251  this is the lag
+    assert await asking == m.Done("ping") == await asking2
 
 
 async def test_commands_of_one_sender_keep_their_order(pair):

@@ -124,6 +124,16 @@ async def test_too_large_a_body_names_both_sizes(bare):
         assert response.status == 413 and "2,000" in await response.text()
 
 
+async def test_a_body_that_does_not_come_is_not_awaited_for_ever(bare):
+    await bare.start_gateway(body_seconds=0.2)
+    host, port = bare.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n"), 2)
+    writer.close()
+    assert b" 408 " in head
+
+
 @pytest.mark.parametrize("name", ["a.b.*", "x>y", "  spaces  ", "é", "q" * 2000])
 async def test_a_clients_request_id_is_echoed_and_never_a_subject(cluster, name):
     subjects_seen = []

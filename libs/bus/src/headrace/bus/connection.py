@@ -40,6 +40,7 @@ MAX_PARTIAL = 128 << 20  # bytes of all unfinished messages
 PARTIAL_SECONDS = 10.0  # an unfinished message is dropped after this
 MAX_UNSENT = 64 << 20  # bytes waiting for the socket
 SWEEP_SECONDS = 0.025  # time-outs are noticed this much late
+LATE_SECONDS = 0.1  # a sweep that comes later than this shows that the process was held up
 REPLY_PREFIX = "_INBOX"
 
 log = structlog.get_logger("headrace.bus")
@@ -207,6 +208,7 @@ class Bus:
         self._joiner = Joiner()
         self._waiting: dict[bytes, _Asked] = {}
         self._sweeping = False
+        self._sweep_due = 0.0
         self._inbox = f"{REPLY_PREFIX}.{nuid()}".encode()
         self._next_token = 0
         self._closing = False
@@ -304,7 +306,7 @@ class Bus:
         self._waiting[token] = _Asked(future, self._loop.time() + timeout, subject, timeout)
         if not self._sweeping:
             self._sweeping = True
-            self._loop.call_later(SWEEP_SECONDS, self._sweep)
+            self._sweep_soon()
         return future
 
     def publish(self, subject: str, message: m.Message) -> None:
@@ -444,6 +446,8 @@ class Bus:
     def _sweep(self) -> None:
         """Time out what got no answer. One timer for all requests: a timer for each would cost more than sending it."""
         now = self._loop.time()
+        if now > self._sweep_due + LATE_SECONDS:  # we were held up: answers may lie unread in the socket, so look there first
+            return self._sweep_soon()
         for token, asked in list(self._waiting.items()):
             if asked.future.done():  # its caller gave up
                 del self._waiting[token]
@@ -453,7 +457,11 @@ class Bus:
                 asked.future.set_exception(BusTimeout(f"{asked.subject}: no answer within {asked.timeout:.3g} s"))
         self._sweeping = bool(self._waiting)
         if self._sweeping:
-            self._loop.call_later(SWEEP_SECONDS, self._sweep)
+            self._sweep_soon()
+
+    def _sweep_soon(self) -> None:
+        self._sweep_due = self._loop.time() + SWEEP_SECONDS
+        self._loop.call_at(self._sweep_due, self._sweep)
 
     # ------------------------------------------------------------ trouble
 

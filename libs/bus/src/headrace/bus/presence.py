@@ -117,8 +117,9 @@ class Peers:
 
     async def _sweep(self) -> None:
         while True:
+            before = time.monotonic()
             await asyncio.sleep(0.5)
-            if not self._bus.connected:  # our silence, not theirs
+            if not self._bus.connected or time.monotonic() - before > 1.5:  # our silence, not theirs
                 now = time.monotonic()
                 self._seen = {name: (presence, now) for name, (presence, _) in self._seen.items()}
                 continue

@@ -221,9 +221,15 @@ class Api:
         if size is not None and size > limit:
             raise errors.body_too_large(size, limit)
         try:
-            body = await request.read()
+            if request.content.is_eof():  # it came with the headers
+                body = await request.read()
+            else:
+                async with asyncio.timeout(self._settings.body_seconds):
+                    body = await request.read()
         except web.HTTPRequestEntityTooLarge:
             raise errors.body_too_large(None, limit) from None
+        except TimeoutError:
+            raise errors.body_too_slow(self._settings.body_seconds) from None
         try:
             value = loads(body)
         except JSONError as error:

@@ -11,7 +11,6 @@ that has no output yet may get another attempt elsewhere, one that has ends with
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from array import array
 from collections import OrderedDict, deque

@@ -23,6 +23,10 @@ def body_too_large(size: int | None, limit: int) -> GatewayError:
                         code="body_too_large")  # fmt: skip
 
 
+def body_too_slow(seconds: float) -> GatewayError:
+    return GatewayError(f"the request body was not complete within {seconds:g} s", status=408, code="body_timeout")
+
+
 def invalid(message: str, param: str | None = None) -> GatewayError:
     return GatewayError(message, status=400, param=param)
 
