@@ -246,13 +246,9 @@ class ImageFetcher:
 
         place = url
         for _ in range(MAX_REDIRECTS + 1):
-            parts = urlsplit(place)
-            if parts.scheme not in ("http", "https"):
-                raise ImageError("InvalidUrl", f'invalid url: "{place[:200]}"')
-            if not parts.hostname:
-                raise _failed(url)
-            await self._check(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80), url)
+            host, port = _destination(place)
             try:
+                await self._check(host, port, url)
                 async with self._client().get(place, allow_redirects=False) as response:
                     location = response.headers.get("Location")
                     if response.status in (301, 302, 303, 307, 308) and location:
@@ -381,6 +377,17 @@ async def _load(source: ImageSource, fetcher: ImageFetcher | None) -> bytes:
     if len(data) > MAX_IMAGE_BYTES:
         raise _too_large(MAX_IMAGE_BYTES)
     return data
+
+
+def _destination(url: str) -> tuple[str, int]:
+    """Host and port of an http(s) URL. Raises ImageError."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname:
+            return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        pass
+    raise ImageError("InvalidUrl", f'invalid url: "{url[:200]}"')
 
 
 def _too_large(limit: int) -> ImageError:
