@@ -117,19 +117,21 @@ def _prefill(engine: EngineCore, size: int) -> None:
 
 
 def _run(model, size: int, args: argparse.Namespace, rng: np.random.Generator) -> dict[str, float]:
-    """Seconds: of prefill, of the decode steps, of their parts; and how many such steps there were."""
+    """Seconds, and CPU seconds (a busy machine changes those little): of prefill, of decode steps and their parts; steps."""
     engine = _engine(model, size, args)
     _fill(engine, size, args, rng)
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     _prefill(engine, size)
-    out = {"prefill": time.perf_counter() - began, "decode": 0.0, "steps": 0}
+    out = {"prefill": time.perf_counter() - began, "prefill_cpu": time.process_time() - cpu}
+    out |= {"decode": 0.0, "decode_cpu": 0.0, "steps": 0}
     before = engine.stats()
     while True:
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         events = _step(engine)
         if sum(isinstance(event, api.Tokens) for event in events) < size:
             return out
         out["decode"] += time.perf_counter() - began
+        out["decode_cpu"] += time.process_time() - cpu
         out["steps"] += 1
         after = engine.stats()
         for part in STEP_PARTS:
@@ -145,7 +147,9 @@ def _figures(run: dict[str, float], size: int, args: argparse.Namespace) -> dict
     return {
         "prefill_tokens_per_second": round(size * args.prompt / run["prefill"], 1),
         "decode_tokens_per_second": round(size * steps / run["decode"], 1),
+        "prefill_cpu_ms_per_token": round(1e3 * run["prefill_cpu"] / (size * args.prompt), 4),
         "decode_step_ms": round(whole, 3),
+        "decode_step_cpu_ms": round(1e3 * run["decode_cpu"] / steps, 3),
         "step_ms": step_ms | {"between": round(whole - sum(step_ms.values()), 4)},
     }
 
@@ -184,13 +188,14 @@ def _forward_parts(model, size: int, args: argparse.Namespace, rng: np.random.Ge
 
 def table(report: dict) -> str:
     head = ", ".join(f"{name} {report[name]}" for name in ("model", "numerics", "device", "threads", "prompt_tokens"))
-    lines = [head, f"{'batch':>6}{'prefill tok/s':>15}{'decode tok/s':>14}{'step ms':>9}   where a decode step goes (ms)"]
+    titles = f"{'batch':>6}{'prefill tok/s':>15}{'decode tok/s':>14}{'step ms':>9}{'CPU ms':>9}   where a decode step goes (ms)"
+    lines = [head, titles]
     for size, batch in report["batch"].items():
         parts = ", ".join(f"{name} {value:.2f}" for name, value in batch["step_ms"].items())
         inside = ", ".join(f"{name} {value:.2f}" for name, value in batch["forward_ms"].items())
         figures = f"{batch['prefill_tokens_per_second']:>15.0f}{batch['decode_tokens_per_second']:>14.0f}"
-        lines.append(f"{size:>6}{figures}{batch['decode_step_ms']:>9.2f}   {parts}")
-        lines.append(f"{'':>47}forward: {inside}")
+        lines.append(f"{size:>6}{figures}{batch['decode_step_ms']:>9.2f}{batch['decode_step_cpu_ms']:>9.2f}   {parts}")
+        lines.append(f"{'':>56}forward: {inside}")
     return "\n".join(lines)
 
 
