@@ -1,5 +1,7 @@
 """The block pool: examples first, then every operation in random order against a plain model."""
 
+import random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -130,6 +132,43 @@ def test_misuse_is_named():
         BlockPool(0)
     with pytest.raises(AssertionError, match=f"block {block} has 0 references, owners hold 1"):
         pool.check({block: 1})
+
+
+def test_victims_stay_right_under_random_use():
+    """The heap with its old entries against a plain search for the coldest leaf."""
+    rng, pool, step = random.Random(5), BlockPool(60), 0
+    paths = [tuple(rng.randrange(2) for _ in range(length)) for length in (1, 2, 3, 3, 4) for _ in range(6)]
+    cached_at: dict[tuple, int] = {}  # path of a cached block -> when it was let go
+    held: list[tuple[tuple, list[int]]] = []
+    evicted = 0
+    for step in range(3000):
+        what = rng.random()
+        if what < 0.4 and len(held) < 6:
+            path = rng.choice(paths)
+            table = pool.match(chain(*path))
+            for i in range(len(table)):
+                cached_at.pop(path[: i + 1], None)
+            for i in range(len(table), len(path)):
+                (block,) = pool.allocate(1)
+                pool.announce(block, name(*path[: i + 1]), name(*path[:i]) if i else ROOT)
+                table.append(block)
+            held.append((path, table))
+        elif what < 0.7 and held:
+            path, table = held.pop(rng.randrange(len(held)))
+            pool.release(table)
+            cached_at |= {path[: i + 1]: step for i, block in enumerate(table) if pool.references(block) == 0}
+        elif what > 0.75 and pool.cached:
+            pool.take_events()
+            extra = pool.allocate(pool.free + 1)  # one victim
+            pool.release(extra)
+            in_use = {path[: i + 1] for path, _ in held for i in range(len(path))}
+            leaves = {p: at for p, at in cached_at.items() if not any(q[:-1] == p for q in (*cached_at, *in_use))}
+            (gone,) = pool.take_events()[1]
+            victim = next(p for p in cached_at if name(*p) == gone)
+            assert leaves[victim] == min(leaves.values()), step
+            del cached_at[victim]
+            evicted += 1
+    assert evicted > 300 and len(cached_at) == pool.cached
 
 
 class PoolMachine(RuleBasedStateMachine):

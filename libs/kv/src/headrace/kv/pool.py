@@ -19,7 +19,7 @@ a hole can't be matched behind the hole. All operations are O(1) or O(log n) per
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from headrace.kv.hashing import ROOT
 
@@ -39,7 +39,8 @@ class BlockPool:
         self._index: dict[bytes, int] = {}  # hash -> its resident block
         self._children: dict[bytes, int] = {}  # hash -> indexed blocks that name it as parent
         self._cached: dict[int, int] = {}  # block -> stamp of its last use
-        self._leaves: list[tuple[int, int]] = []  # heap of (stamp, block); stale entries are skipped when popped
+        self._leaves: list[tuple[int, int]] = []  # heap of (stamp, block): one entry at most per block, perhaps an old one
+        self._queued = bytearray(num_blocks)  # has an entry in the heap
         self._quarantined: dict[Hashable, list[int]] = {}
         self._in_quarantine: set[int] = set()
         self._clock = 0
@@ -221,20 +222,27 @@ class BlockPool:
             self._free.append(block)
 
     def _offer(self, block: int) -> None:
-        """Make a cached block a candidate for eviction if it is a leaf."""
-        if not self._children.get(self._hash[block]):
+        """Make a cached block a candidate for eviction, if it is a leaf."""
+        if not self._queued[block] and not self._children.get(self._hash[block]):
+            self._queued[block] = 1
             heappush(self._leaves, (self._cached[block], block))
-            if len(self._leaves) > 64 + 2 * self.total:  # reused leaves leave stale entries behind
-                self._leaves = [entry for entry in set(self._leaves) if self._cached.get(entry[1]) == entry[0]]
-                heapify(self._leaves)
+
+    def _coldest_leaf(self) -> int | None:
+        """Takes the candidate out of the heap. An entry that is no leaf any more is dropped (it is offered again when
+        it becomes one), one whose block was used since goes back with its new stamp."""
+        while self._leaves:
+            stamp, block = heappop(self._leaves)
+            self._queued[block] = 0
+            if block not in self._cached:
+                continue
+            if self._cached[block] == stamp and not self._children.get(self._hash[block]):
+                return block
+            self._offer(block)
+        return None
 
     def _evict_one(self) -> None:
         """The coldest cached leaf becomes free; its parent may become a leaf by that."""
-        block = None
-        while self._leaves and block is None:
-            stamp, candidate = heappop(self._leaves)
-            if self._cached.get(candidate) == stamp and not self._children.get(self._hash[candidate]):
-                block = candidate
+        block = self._coldest_leaf()
         if block is None:  # every cached block has a child in use (through a duplicate): the coldest of all goes
             block = min(self._cached, key=self._cached.__getitem__)
         block_hash, parent = self._hash[block], self._parent[block]

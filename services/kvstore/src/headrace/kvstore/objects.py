@@ -1,6 +1,7 @@
 """What is stored: objects by content, their pins, and which one goes next.
 
-Knows (kind, namespace, key), sizes, parents, last use. Does not know bytes, messages, grants or who asks; time is passed in.
+Knows (kind, namespace, key), sizes, parents, last use. Does not know bytes, messages, grants or who asks; time is
+passed in.
 
 Victims: what has expired, then state snapshots by last use, then blocks by last use, leaves first (a prefix with a hole
 can't be matched behind it). What is pinned is never a victim.
@@ -30,7 +31,7 @@ class Stored:
     generation: int
     used: float = 0.0  # last use, seconds
     pins: int = 0
-    entry: tuple | None = None  # its newest place in a queue of victims
+    queued: bool = False  # has an entry in a queue of victims
 
 
 class Objects:
@@ -41,7 +42,9 @@ class Objects:
         self.pinned_bytes = 0
         self._all: dict[Key, Stored] = {}
         self._children: dict[Key, int] = {}
-        self._queues: dict[str, list[tuple]] = {kind: [] for kind in KINDS}  # heaps of (last use, tie, object), some stale
+        # Heaps of (last use, tie, object): one entry at most per object, perhaps with an old last use.
+        self._queues: dict[str, list[tuple[float, int, Stored]]] = {kind: [] for kind in KINDS}
+        self._counts = dict.fromkeys(KINDS, 0)
         self._tie = 0
         self._changes: dict[bytes, bool] = {}  # block key -> stored or removed since take_events
 
@@ -52,7 +55,7 @@ class Objects:
         return iter(self._all.values())
 
     def count(self, kind: str) -> int:
-        return sum(1 for key in self._all if key[0] == kind)
+        return self._counts[kind]
 
     def get(self, key: Key, now: float) -> Stored | None:
         """The object if it is here and has not expired (what a resident child or a pin needs does not expire)."""
@@ -67,6 +70,7 @@ class Objects:
             self.touch(self._all[stored.key], now)
             return False
         self._all[stored.key] = stored
+        self._counts[stored.key[0]] += 1
         if stored.key[0] == BLOCK:
             self._children[stored.parent] = self._children.get(stored.parent, 0) + 1
             self._note(stored.key[2], True)
@@ -91,14 +95,11 @@ class Objects:
 
     def evict(self, now: float) -> tuple[Stored, str] | None:
         """Drop the next victim; -> (object, "expired" or "room"), or None when everything left is pinned."""
-        victim, kind = None, BLOCK
-        block = self._peek(BLOCK)
-        if block is not None and now >= block.used + self.ttl or (victim := self._peek(STATE)) is None:
-            victim = block
+        block, state = self._peek(BLOCK), self._peek(STATE)
+        expired = block is not None and now >= block.used + self.ttl
+        victim = block if expired or state is None else state
         if victim is None:
             return None
-        kind = victim.key[0]
-        heappop(self._queues[kind])
         self._drop(victim)
         return victim, "expired" if now >= victim.used + self.ttl else "room"
 
@@ -116,31 +117,33 @@ class Objects:
     # ------------------------------------------------------------------ below
 
     def _offer(self, stored: Stored) -> None:
-        """Put it into its queue of victims, if it may be one. An older place of it becomes stale."""
-        stored.entry = None
-        if stored.pins or self._children.get(stored.key):
-            return
-        self._tie += 1
-        stored.entry = (stored.used, self._tie, stored)
-        queue = self._queues[stored.key[0]]
-        heappush(queue, stored.entry)
-        if len(queue) > 64 + 2 * len(self._all):
-            queue[:] = sorted(entry for entry in queue if entry[2].entry is entry)
+        """Put it into its queue of victims, if it may be one and is not there."""
+        if not stored.queued and not stored.pins and not self._children.get(stored.key):
+            self._tie += 1
+            stored.queued = True
+            heappush(self._queues[stored.key[0]], (stored.used, self._tie, stored))
 
     def _peek(self, kind: str) -> Stored | None:
-        """The coldest that may go."""
+        """The coldest that may go; it stays first in its queue. An entry of what may not go is dropped (it is offered
+        again when it may), one of what was used since goes back with its new time."""
         queue = self._queues[kind]
         while queue:
-            entry = queue[0]
-            stored = entry[2]
-            if stored.entry is entry and not stored.pins and not self._children.get(stored.key):
+            used, _, stored = queue[0]
+            free = self._all.get(stored.key) is stored and not stored.pins and not self._children.get(stored.key)
+            if free and stored.used == used:
                 return stored
             heappop(queue)
+            stored.queued = False
+            if free:
+                self._offer(stored)
         return None
 
     def _drop(self, stored: Stored) -> None:
+        """Forget it. It is the first of its queue."""
+        heappop(self._queues[stored.key[0]])
+        stored.queued = False
         del self._all[stored.key]
-        stored.entry = None
+        self._counts[stored.key[0]] -= 1
         if stored.key[0] != BLOCK:
             return
         self._note(stored.key[2], False)
