@@ -7,9 +7,11 @@ import random
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.transfer import (
+    Address,
     BadRange,
     DeadlineExceeded,
     GenerationRefused,
@@ -80,6 +82,39 @@ async def test_read_back_into_own_buffers_and_new_ones(pair):
     assert b"".join(await peer.read("arena", many, deadline=soon())) == data[: 3000 * 16]
     with pytest.raises(BadRange):
         await peer.read("arena", [(0, 10)], deadline=soon(), into=[bytearray(9)])
+
+
+async def test_many_reads_and_writes_at_once(pair):
+    """More than the owner queues, mixed with writes, some given up: every answer is its own."""
+    owner, peer = pair
+    data = random.Random(3).randbytes(4 << 20)
+    owner.view("arena")[:] = data
+    owner.arm(1, WHOLE)
+
+    async def read(i: int) -> None:
+        offset, size = i * 9_000, 1 + i * 400
+        (got,) = await peer.read("arena", [(offset, size)], deadline=soon(30))
+        assert got == data[offset : offset + size]
+
+    async def write(i: int) -> None:
+        await peer.write("kv", [(i * 20_000, bytes([i + 1]) * 20_000)], 1, soon(30))
+
+    async def give_up(i: int) -> None:
+        target = bytearray(100_000)
+        reading = asyncio.create_task(peer.read("arena", [(0, 100_000)], deadline=soon(30), into=[target]))
+        await asyncio.sleep(0)
+        reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reading
+        target[:] = bytes(100_000)
+        await asyncio.sleep(0.05)
+        assert not any(target), "bytes arrived after the read was given up"
+
+    await asyncio.gather(
+        *(task(i) for i in range(200) for task in (read, write) if task is read or i < 100), *map(give_up, range(10))
+    )
+    await peer.flush(soon(), 1)
+    assert all(owner.view("kv")[i * 20_000 : (i + 1) * 20_000] == bytes([i + 1]) * 20_000 for i in range(100))
 
 
 async def test_an_unreadable_region_needs_a_generation(pair):
@@ -247,11 +282,28 @@ async def test_connect_chooses_and_refuses(shm_dir):
     await both.close()
 
 
+async def test_shm_only_where_both_see_the_same_directory(shm_dir, tmp_path):
+    owner = Memory("owner", shm_dir=shm_dir)
+    owner.register("kv", 10)
+    await owner.start()
+    address = Address.decode(owner.address())
+    elsewhere = msgspec.structs.replace(address, shm_dir="/not/mounted/here").encode()
+    for data, own_dir, kind in (
+        (owner.address(), None, "shm"),
+        (elsewhere, shm_dir, "shm"),  # the same directory under another name (a container's mount)
+        (elsewhere, None, "tcp"),
+        (elsewhere, str(tmp_path), "tcp"),
+        (msgspec.structs.replace(address, nonce="another host's").encode(), shm_dir, "tcp"),
+    ):
+        peer = await connect(data, "w~-~1", shm_dir=own_dir)
+        assert peer.kind == kind
+        await peer.close()
+    with pytest.raises(NoCommonKind, match="not visible from here"):
+        await connect(elsewhere, "w~-~1", kinds=("shm",))
+    await owner.close()
+
+
 async def test_tcp_needs_the_key_and_the_right_incarnation():
-    import msgspec
-
-    from headrace.transfer import Address
-
     owner = Memory("owner", kinds=("tcp",))
     await owner.start()
     address = Address.decode(owner.address())
