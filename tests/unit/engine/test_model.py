@@ -14,6 +14,7 @@ from headrace.engine.cache import KVPool
 from headrace.engine.config import parse_config
 from headrace.engine.loader import load_model
 from headrace.engine.make_checkpoint import make_checkpoint
+from headrace.engine.models.v41 import moe
 from headrace.engine.models.v41.attention import attend, candidate_blocks, top_positions
 from headrace.engine.models.v41.cache import RecordCodec, cache_spec
 from headrace.engine.models.v41.layers import sinkhorn
@@ -130,6 +131,17 @@ def test_products_of_16_rows_are_invariant_as_well(path):
     ids = tokens(5, 200)
     memory = Memory(model)
     got = [memory.run((0, ids, a, b, [3, 1]))[0] for a, b in ((0, 77), (77, 78), (78, 200))]
+    assert torch.equal(torch.cat(got), whole(model, ids))
+
+
+def test_grouped_experts_are_invariant_as_well(path, monkeypatch):
+    """Larger models sort rows by expert; w16 on its own would not."""
+    monkeypatch.setattr(moe, "DENSE_WEIGHTS", 0)
+    model = load_model(path, numerics="exact", batch_invariant=True)
+    ids, other = tokens(5, 200), tokens(6, 100)
+    memory = Memory(model)
+    got = [memory.run((0, ids, 0, 77, [3, 1]))[0], memory.run((1, other, 0, 100, [5]), (0, ids, 77, 78, [3, 1]))[1]]
+    got.append(memory.run((0, ids, 78, 200, [3, 1]))[0])
     assert torch.equal(torch.cat(got), whole(model, ids))
 
 

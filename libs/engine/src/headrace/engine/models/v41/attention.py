@@ -16,8 +16,8 @@ from .cache import Codecs, Entries, V41StatePool
 from .layers import Linear, RMSNorm, RopeTable, linear, rotate
 from .rows import Group, Rows
 
-# Query rows are scored in tiles: at most so many (row, head, key) products, and so few rows that a tile's first row does
-# not wait for many keys that only its last row sees.
+# Query rows are scored in tiles: at most so many (row, head, key) products, and so few rows that its first row is not
+# scored against many keys that only its last row sees.
 SCORE_ELEMENTS, SCORE_ROWS = 1 << 22, 128
 
 

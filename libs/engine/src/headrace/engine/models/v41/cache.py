@@ -153,7 +153,7 @@ class Entries:
         self._entries = kv.entries(group)  # [blocks, per_block, entry_bytes]
         self._blocks = self._entries.flatten(1)
         self._offset, self._stride = group.offset, kv.spec.block_bytes
-        # Every byte of the pool starts a row of this overlapping view: selecting rows of it is one copy per entry, where
+        # Every byte of the pool starts a row of this overlapping view: selecting its rows is one copy per entry, where
         # indexing [block, place] would copy byte by byte.
         flat = kv.data.view(-1)
         self._rows = flat.as_strided((flat.numel() - group.entry_bytes + 1, group.entry_bytes), (1, 1))

@@ -58,7 +58,7 @@ def compressed_ids(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def cached_compressed_ids(tokenizer_file: Path) -> np.ndarray:
-    """`compressed_ids` of a tokenizer.json, kept in the user's cache directory: a vocabulary of 129,280 takes seconds."""
+    """`compressed_ids` of a tokenizer.json, kept in the user's cache directory: 129,280 tokens take seconds."""
     content = tokenizer_file.read_bytes()
     digest = hashlib.blake2b(content + tokenizers.__version__.encode(), digest_size=16).hexdigest()
     directory = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "headrace"
