@@ -192,7 +192,10 @@ async def test_cancels_in_every_phase_leave_nothing():
     """50 cancels spread over lookup, compute, write, commit and decode."""
     async with Cluster() as cluster:
         decode, prefill = await asyncio.gather(
-            cluster.start("decode", *DECODE), cluster.start("prefill", *SIM, "--sim-prefill-seconds", "0.0002")
+            cluster.start("decode", *DECODE, "--max-num-seqs", "64"),
+            cluster.start(
+                "prefill", *SIM, "--max-num-seqs", "64", "--max-num-batched-tokens", "8192", "--sim-prefill-seconds", "0.0002"
+            ),
         )
 
         async def one(i: int) -> Result:

@@ -34,6 +34,7 @@ from headrace.kv.hashing import BlockHasher
 from .sim import SimConfig, SimEngine
 
 NAMESPACE = b"test-namespace.."
+COMMAND_SECONDS = 1.0  # patience with a command
 
 
 def sim_answer(ids: Sequence[int], config: SimConfig | None = None, **sampling: Any) -> tuple[list[list[int]], list[str]]:
@@ -318,12 +319,12 @@ class TestGateway(Service):
             self.prober.watch("decode", decode)
         try:
             admit = m.Admit(request, 0, self.instance, self.epoch, len(ids), hashes, namespace, sampling, deadline)
-            admitted = await self.bus.ask(f"headrace.decode.{decode}.admit", admit, 2.0)
+            admitted = await self.bus.ask(f"headrace.decode.{decode}.admit", admit, COMMAND_SECONDS)
             if isinstance(admitted, m.Refused):
                 result.refused = admitted
                 return result
             run = m.Run(request, 0, self.instance, decode, admitted.have, packed, hashes, namespace, deadline)
-            accepted = await self.bus.ask(f"headrace.prefill.{prefill}.run", run, 2.0)
+            accepted = await self.bus.ask(f"headrace.prefill.{prefill}.run", run, COMMAND_SECONDS)
             if isinstance(accepted, m.Refused):
                 result.refused = accepted
                 await self._cancel(request, prefill, decode, "failed")
