@@ -199,6 +199,15 @@ def test_unused_objects_are_dropped_after_their_time():
     store.check()
 
 
+def test_what_expired_but_was_not_swept_yet_may_be_written_again():
+    store = make(1 << 20, ttl=100.0)
+    put(store, range(1, 401), 0.0)
+    assert find(store, [400], 101.0)[1] == 0
+    assert put(store, [400], 101.0) == [fx.Stored(1, 0)]  # 256 victims per turn: the old one is still there
+    assert find(store, [400], 101.0)[1] == 1
+    store.check()
+
+
 def test_handles_are_bounded():
     store = make(handles=2)
     put(store, [1], 0.0)
