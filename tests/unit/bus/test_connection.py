@@ -1,11 +1,12 @@
 """The connection, on a real nats-server: requests, order, chunks, refusal while disconnected, reconnecting."""
 
 import asyncio
+import os
 import time
 
 import pytest
 
-from headrace.bus import Bus, BusError, BusSettings, BusTimeout, Disconnected, NoResponder, TooLarge, subjects
+from headrace.bus import Bus, BusError, BusSettings, BusTimeout, Disconnected, NoResponder, TooLarge, nuid, subjects
 from headrace.bus import messages as m
 from headrace.bus.connection import MAX_MESSAGE, Joiner
 from headrace.bus.testing import NatsServer, eventually
@@ -183,3 +184,18 @@ def test_joiner_is_bounded_and_ignores_nonsense():
     joiner.push(m.Chunk("b", 0, 2, b"x"), 2)
     joiner.push(m.Chunk("c", 0, 2, b"x"), 20)
     assert list(joiner.partial) == ["c"] and joiner.size == 1
+
+
+def test_names_are_unique_ordered_and_safe_in_a_subject():
+    names = [nuid() for _ in range(10_000)]
+    assert len(set(names)) == 10_000 and names == sorted(names)
+    assert all(len(name) == 22 and name.isalnum() and name.isascii() for name in names)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # a forked process makes its own
+        os.write(writer, nuid().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 100).decode()[:12] != nuid()[:12]
+    os.close(reader)
+    os.close(writer)

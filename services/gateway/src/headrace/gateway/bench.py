@@ -2,10 +2,11 @@
 
 Starts NATS and every service as a process of its own, sends streamed chat requests over ordinary connections (no
 TCP_QUICKACK), and prints requests and chunks a second, time to first token, time to the end, and user + system CPU time
-of each process per request. With `--engine sim` the workers compute nothing, so what is left is Headrace itself.
-Warm-up is excluded; every figure is the median of the repetitions. CPU time of a loaded machine is inflated (shared
-cores and caches): `slowness` is the time of a fixed loop at the time of the run over its best time in this run, and
-`load` the machine's load average.
+of each process per request. With `--engine sim` the workers compute nothing, so
+what is left is Headrace itself. Warm-up is excluded; every figure is the median of the repetitions.
+
+CPU time is inflated on a loaded machine, where cores and caches are shared: `loop_ms` is the time of a fixed Python loop
+just before a case (a million additions), `load` the load average, so figures of two runs can be compared.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ async def measure(system: System, concurrency: int, words: int, args: argparse.N
         "ttft_p50_ms": percentile(ttft, 0.5), "ttft_p99_ms": percentile(ttft, 0.99),
         "e2e_p50_ms": percentile(e2e, 0.5), "e2e_p99_ms": percentile(e2e, 0.99),
         **{f"cpu_{name}_ms": value for name, value in cpu.items()}, "cpu_total_ms": sum(cpu.values()),
-        "calibration_ms": slow * 1e3, "load": os.getloadavg()[0],
+        "loop_ms": slow * 1e3, "load": os.getloadavg()[0],
     }  # fmt: skip
 
 
@@ -228,16 +229,13 @@ async def run(system: System, args: argparse.Namespace) -> list[dict[str, Any]]:
             case = {"concurrency": concurrency, "words": words, "tokens": args.tokens, "requests": args.requests}
             case |= {key: round(statistics.median(run[key] for run in runs), 3) for key in runs[0]}
             cases.append(case)
-    best = min(case["calibration_ms"] for case in cases)
-    for case in cases:
-        case["slowness"] = round(case.pop("calibration_ms") / best, 2)
     return cases
 
 
 def show(cases: list[dict[str, Any]]) -> None:
     for case in cases:
         print(f"\nconcurrency {case['concurrency']}, {case['words']}-word prompts, {case['tokens']} tokens out"
-              f" (load {case['load']}, slowness {case['slowness']})")  # fmt: skip
+              f" (load {case['load']:.1f}, loop {case['loop_ms']:.0f} ms)")  # fmt: skip
         print(f"  {case['requests_per_second']:.0f} requests/s, {case['chunks_per_second']:.0f} chunks/s")
         print(f"  first token p50 {case['ttft_p50_ms']:.2f} ms, p99 {case['ttft_p99_ms']:.2f} ms;"
               f" end p50 {case['e2e_p50_ms']:.2f} ms, p99 {case['e2e_p99_ms']:.2f} ms")  # fmt: skip
