@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from headrace.bus import Settings
+from headrace.bus import Settings, gather
 from headrace.bus import messages as m
 from headrace.kv.hashing import BlockHasher
 from headrace.worker.sim import SimConfig
@@ -160,3 +160,39 @@ async def test_sigterm_drains():
         assert result.ok and len(result.ids[0]) == 60
         assert await asyncio.to_thread(decode.popen.wait, 10) == 0
         assert prefill.terminate() == 0
+
+
+async def test_a_trace_tells_a_requests_life_in_order():
+    async with Cluster() as cluster:
+        roles = await asyncio.gather(
+            *(cluster.start(role, *(SIM if role != "kvstore" else ())) for role in ("decode", "prefill", "kvstore"))
+        )
+        await cluster.gateway.generate(list(range(400)), m.Sampling(max_tokens=3))
+        await cluster.stored(roles[1])
+        roles[1].kill()
+        await cluster.start("prefill", *SIM)
+        result = await cluster.gateway.generate(list(range(400)), m.Sampling(max_tokens=3))
+        assert result.usage.hit_source == "kvstore+snapshot"
+        peers = [(p.role, p.instance) for p in cluster.gateway.peers.all() if p.role != "gateway"]
+        events = await gather(cluster.gateway.bus, peers, result.request)
+        names = [event["event"] for event in events]
+        life = ["decode.admit", "prefill.accepted", "prefill.fetched", "prefill.lookup", "decode.bound", "prefill.bound"]
+        life += ["prefill.written", "decode.admitted", "decode.first_token", "decode.finished"]
+        assert [name for name in names if name in life] == life, names
+        assert {"kvstore.lookup", "prefill.chunk", "prefill.committed"} <= set(names)
+        timed = {event["event"] for event in events if event.get("ms", -1) >= 0}
+        assert {
+            "prefill.lookup",
+            "prefill.chunk",
+            "prefill.written",
+            "decode.admitted",
+            "decode.first_token",
+            "decode.finished",
+        } <= timed
+
+
+async def test_too_little_shared_memory_is_a_clear_error_at_start():
+    async with Cluster() as cluster:
+        process = await cluster.start("decode", *SIM, "--num-blocks", "1000000", "--sim-block-bytes", "1048576", ready=False)
+        assert await asyncio.to_thread(process.popen.wait, 20) == 1
+        assert "1,048,576,000,000 bytes of shared memory" in process.log and "--transports tcp" in process.log

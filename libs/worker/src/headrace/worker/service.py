@@ -150,6 +150,8 @@ class WorkerService(Service):
     def _peer_changed(self, kind: str, presence: m.Presence) -> None:
         if presence.role == "kvstore" and kind != "update" and self.settings.kvstore:
             self._store_presence = next(iter(self.peers.by_role("kvstore")), None)
+        elif presence.role == "gateway" and kind == "leave":
+            self.outbox.forget(presence.instance)
 
     def _find_store(self) -> m.Presence | None:
         return self._store_presence

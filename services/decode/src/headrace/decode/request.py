@@ -76,7 +76,9 @@ class Request:
         )
 
     def nbytes(self) -> int:
-        return 256 + sum(4 * len(c.ids) + 100 * len(c.logprobs or ()) for c in self.choices)
+        """About what a finished request takes."""
+        output = sum(4 * len(c.ids) + 100 * len(c.logprobs or ()) for c in self.choices)
+        return 2048 + len(self.admit.block_hashes) + output
 
 
 def sampling_params(wire: m.Sampling) -> api.SamplingParams:

@@ -455,7 +455,7 @@ class DecodeService(WorkerService):
                 del self.gateways[admit.gateway]
                 self.undepend(admit.gateway)
         self.counters["finished"] += 1
-        request.forget_at = now + FINISHED_SECONDS
+        request.forget_at, request.hashes = now + FINISHED_SECONDS, []
         self.finished[request.key] = request
         self.finished_bytes += request.nbytes()
         while self.finished_bytes > FINISHED_BYTES:

@@ -17,9 +17,9 @@ from headrace.engine import api
 class Abort(Exception):
     """This leg ends. `code` "" means: those whom it concerns know already (a cancel), so nobody is told."""
 
-    def __init__(self, code: str, message: str, status: int = 502) -> None:
+    def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
-        self.status, self.code, self.message = status, code, message
+        self.code, self.message = code, message
 
 
 @dataclass(slots=True, eq=False)

@@ -29,7 +29,9 @@ from .job import Abort, Job
 QUEUE_CHUNKS = 2  # accepted work that is not computed yet, in chunks
 ASK_SECONDS = 0.5  # patience with one question; the questions are repeated
 INLINE_BYTES = 64 << 10  # more than this is checksummed in a thread
-STATUS = {"expired": 504, "deadline": 504, "invalid": 400}  # of problems; others are 502
+# HTTP status of a problem by its code; others are 502: the other side of the hand-off.
+STATUS = {"invalid": 400, "internal": 500, "corrupt": 500, "bad_state": 500, "overloaded": 503, "stopping": 503,
+          "expired": 504, "deadline": 504}  # fmt: skip
 
 
 class PrefillService(WorkerService):
@@ -58,7 +60,7 @@ class PrefillService(WorkerService):
 
     async def stop(self) -> None:
         for job in list(self.jobs.values()):
-            self._stop_job(job, Abort("stopping", f"{self.instance} stops", 503))
+            self._stop_job(job, Abort("stopping", f"{self.instance} stops"))
         end = time.monotonic() + 2.0
         while self.jobs and time.monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -164,7 +166,7 @@ class PrefillService(WorkerService):
         try:
             self.engine.submit(request)
         except ValueError as error:
-            raise Abort("invalid", str(error), 400) from error
+            raise Abort("invalid", str(error)) from error
         job.submitted = time.monotonic()
         self.host.wake()
         if sum(other.remaining for other in self._ahead(job)) >= self.settings.max_num_batched_tokens:
@@ -189,7 +191,7 @@ class PrefillService(WorkerService):
 
     async def _bind(self, job: Job) -> None:
         """Ask for memory until there is some; the reader may be full for a moment."""
-        message, started = self._bind_message(job), time.monotonic()
+        message, started, patience = self._bind_message(job), time.monotonic(), 0.005
         while True:
             sent = time.monotonic()
             try:
@@ -204,7 +206,8 @@ class PrefillService(WorkerService):
             code, text = getattr(answer, "code", "failed"), getattr(answer, "message", repr(answer))
             if code != "full":
                 raise Abort("" if code in ("stale", "unknown") else code, text)
-            await asyncio.sleep(max(answer.retry_after, 0.01))
+            await asyncio.sleep(max(answer.retry_after, patience))
+            patience = min(2 * patience, 0.25)
         ticket = answer.ticket
         if ticket.ticket in self.denied:
             raise Abort("", "the owner asked for this ticket before we knew it, and was told that we never shall")
@@ -447,7 +450,7 @@ class PrefillService(WorkerService):
             elif kind is api.SnapshotTaken:
                 self.store.snapshot(event, job.run.namespace, job.run.request)
             elif kind is api.Failed:
-                self._stop_job(job, Abort(event.code, event.message, 500))
+                self._stop_job(job, Abort(event.code, event.message))
         if self._unbound:
             self._let_bind()
 
@@ -473,7 +476,7 @@ class PrefillService(WorkerService):
         error = job.abort if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, Abort):
             self.log.error("job failed", request=job.run.request, exc_info=error)
-            error = Abort("internal", f"{self.instance}: {error!r}", 500)
+            error = Abort("internal", f"{self.instance}: {error!r}")
         if job.may_bind is not None and (job.may_bind.cancelled() or not job.may_bind.done()):
             self._unbound -= 1
         if job.ticket is not None:
@@ -543,7 +546,7 @@ class PrefillService(WorkerService):
         for job in list(self.jobs.values()):
             if job.ticket is None:
                 if job.deadline <= now:
-                    self._stop_job(job, Abort("deadline", f"not computed within its deadline of {job.run.deadline:g} s", 504))
+                    self._stop_job(job, Abort("deadline", f"not computed within its deadline of {job.run.deadline:g} s"))
             elif job.task is not None and now - job.renewed > job.ticket.ttl / 3:
                 self._renew(job)
         for ticket, effect in self.tickets.tick(now):
