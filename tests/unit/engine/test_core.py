@@ -132,6 +132,9 @@ def test_a_bounded_snapshot_serves_only_prompts_whose_decoder_rows_it_has():
     model = ToyModel("bounded", block_tokens=BLOCK, keep_rows=12)
     core = engine(model=model)
     cold = collect(core, [request("a", IDS[:50], max_tokens=4)])[0]  # decoder rows from 38 on, snapshot at 32
+    hashes = core.ledger.hasher(b"").hashes(IDS[:50])
+    assert core.would_restore(hashes, 50) and not core.has_snapshot(hashes[-1])
+    assert not core.would_restore(hashes, 41) and core.would_restore([], 41)
     again = collect(core, [request("b", IDS[:50], max_tokens=4)])[0]
     assert again.snapshot_hit and again.cached_tokens == 48 and again.replay_rows == 16
     assert again.choices[0].ids == cold.choices[0].ids, "the encoder's state is exact, so this hit is"

@@ -59,6 +59,7 @@ class EngineCore:
             extra={"numerics": spec.numerics, "keep_rows": spec.keep_rows, "replay_rows": spec.replay_rows},
         )
         self._reserved: dict[int, tuple[api.Reservation, list[int]]] = {}  # by slot: (reservation, resident blocks)
+        self._planned: Plan | None = None  # one at a time
         self._meter = _Meter()
 
     # ------------------------------------------------------------ requests
@@ -121,6 +122,13 @@ class EngineCore:
     def has_snapshot(self, key: bytes) -> bool:
         return key in self.ledger.snapshots
 
+    def would_restore(self, hashes: Sequence[bytes], prompt_tokens: int) -> bool:
+        """Whether a hit of all blocks that `hashes` names would find its state here, so that none need be fetched. In class
+        `bounded` the snapshot that serves a prompt lies below its last block boundary, so `has_snapshot` of that one says no."""
+        hit = min(len(hashes), (prompt_tokens - 1) // self.info.block_tokens) * self.info.block_tokens
+        floor = self.ledger.decoder_floor(prompt_tokens)
+        return hit == 0 or self.scheduler.restart_point(list(hashes), hit, floor)[1] is not None
+
     def release(self, request: str) -> None:
         self.ledger.release(request)
 
@@ -133,8 +141,9 @@ class EngineCore:
         return self.ledger.has_work()
 
     def plan(self) -> Plan | None:
+        assert self._planned is None, "the last plan was neither applied nor failed"
         began = time.perf_counter()
-        plan = self.scheduler.schedule(self._clock())
+        plan = self._planned = self.scheduler.schedule(self._clock())
         self._meter.add("schedule", time.perf_counter() - began)
         return plan
 
@@ -145,12 +154,13 @@ class EngineCore:
         return result
 
     def apply(self, plan: Plan, result: Result) -> list[api.Event]:
-        began = time.perf_counter()
+        self._planned, began = None, time.perf_counter()
         events = self.postprocessor.commit(plan, result)
         self._meter.step(plan, result, time.perf_counter() - began)
         return events
 
     def fail(self, plan: Plan | None, error: BaseException) -> list[api.Event]:
+        self._planned = None
         return self.postprocessor.abort(plan, "internal", f"the engine's step failed: {error!r}")
 
     def step(self) -> list[api.Event] | None:

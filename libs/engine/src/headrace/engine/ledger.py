@@ -75,7 +75,7 @@ class Ledger:
             prefill_only=prefill_only,
             prompt_len=n,
             max_len=min(n + request.sampling.max_tokens, self.max_model_len),
-            decoder_floor=max(0, n - self.spec.keep_rows) if self.spec.numerics == "bounded" else 0,
+            decoder_floor=self.decoder_floor(n),
         )
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -202,6 +202,10 @@ class Ledger:
     def room(self, blocks: int) -> bool:
         """Whether `blocks` more leave one block of growth to each running sequence that grows."""
         return self.pool.available >= blocks + sum(not s.prefill_only for s in self.running)
+
+    def decoder_floor(self, prompt_tokens: int) -> int:
+        """Class `bounded`: decoder layers run on a prompt's last keep_rows rows."""
+        return max(0, prompt_tokens - self.spec.keep_rows) if self.spec.numerics == "bounded" else 0
 
     @property
     def swapped_bytes(self) -> int:

@@ -129,7 +129,7 @@ class Scheduler:
         block, n = self.spec.block_tokens, sequence.prompt_len
         known = sequence.hashes[: (n - 1) // block] if self.config.prefix_caching else []  # a row is left to compute
         resident = self.pool.match(known)
-        start, snapshot = self._restart_point(sequence, len(resident) * block)
+        start, snapshot = self.restart_point(sequence.hashes, len(resident) * block, sequence.decoder_floor)
         if start < 0:  # a hit that saves nothing
             self.pool.release(resident)
             resident, start = [], 0
@@ -150,15 +150,15 @@ class Scheduler:
             plan.restore.append(Restore(sequence, start, None))
         return True
 
-    def _restart_point(self, sequence: Sequence, hit: int) -> tuple[int, Snapshot | None]:
+    def restart_point(self, hashes: list[bytes], hit: int, decoder_floor: int) -> tuple[int, Snapshot | None]:
         """First row to compute after a hit of `hit` tokens: where the nearest snapshot ends, else `replay_rows` before the hit.
         Negative when the hit is worth nothing: class `bounded`, and no row would be saved."""
         block, replay = self.spec.block_tokens, self.spec.replay_rows
         if hit == 0 or replay == 0:
             return hit, None
         for position in range(hit, max(hit - replay - block, 0), -block):
-            snapshot = self.ledger.snapshots.get(sequence.hashes[position // block - 1])
-            if snapshot and snapshot.position == position and snapshot.serves(sequence.decoder_floor):
+            snapshot = self.ledger.snapshots.get(hashes[position // block - 1])
+            if snapshot and snapshot.position == position and snapshot.serves(decoder_floor):
                 return position, snapshot
         if self.bounded:
             return (hit - replay if hit > replay else -1), None
