@@ -28,8 +28,12 @@ except ImportError:  # a CPU-only or kernel-less installation
                 "or call the torch reference in the same module"
             )
 
+    class _Constant:
+        def __init__(self, value: object = None):
+            self.value = value
+
     class _Missing:
-        constexpr = object
+        constexpr = _Constant
 
         def __getattr__(self, name: str):
             return _Missing()

@@ -73,12 +73,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object per case")
     parser.add_argument("--size", choices=["small", "full"], help="default: full on a GPU, small without one")
     parser.add_argument("--only", default="", help="only operations that contain this text")
+    parser.add_argument("--part", default="0/1", help="I/N: only the I-th of N parts of the cases, to run N processes")
     options = parser.parse_args(arguments)
+    part, parts = map(int, options.part.split("/"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = options.size or ("full" if device.type == "cuda" else "small")
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, from log2(0) in masked lanes of the interpreter
     failures = 0
-    for case in all_cases():
+    for case in list(all_cases())[part::parts]:
         if options.only not in case.op or case.timed or (size == "small" and case.size != "small"):
             continue
         result = check(case, device)

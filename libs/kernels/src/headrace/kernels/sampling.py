@@ -194,11 +194,11 @@ def _sample_kernel(
         slot = tl.arange(0, SEEN)
         seen = tl.load(seen_ptr + row * width + slot, mask=slot < width, other=-1)
         count = tl.load(count_ptr + row * width + slot, mask=slot < width, other=0).to(tl.float32)
-        x = tl.load(logits + seen, mask=seen >= 0, other=0.0)
+        value = tl.load(logits + seen, mask=seen >= 0, other=0.0)
         repetition = tl.load(repetition_ptr + row)
-        x = tl.where(x > 0, x / repetition, x * repetition)
-        x -= count * tl.load(frequency_ptr + row) + tl.where(count > 0, tl.load(presence_ptr + row), 0.0)
-        tl.store(logits + seen, x, mask=seen >= 0)
+        value = tl.where(value > 0, value / repetition, value * repetition)
+        value -= count * tl.load(frequency_ptr + row) + tl.where(count > 0, tl.load(presence_ptr + row), 0.0)
+        tl.store(logits + seen, value, mask=seen >= 0)
     if HAS_SEEN or HAS_MASK:
         tl.debug_barrier()
 

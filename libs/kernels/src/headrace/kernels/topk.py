@@ -51,7 +51,7 @@ def kth_key(pointer, n, k, BLOCK: tl.constexpr):
     need = tl.zeros([], tl.int32) + k
     bucket = tl.arange(0, 256)
     for level in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * level
+        shift = 24 - 8 * level
         counts = tl.zeros([256], tl.int32)
         for begin in range(0, n, BLOCK):
             at = begin + tl.arange(0, BLOCK)

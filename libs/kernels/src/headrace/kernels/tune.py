@@ -28,24 +28,31 @@ def candidates(case: Case) -> tuple[str, list[dict]] | None:
         few = grid(BLOCK_M=(16,), BLOCK_N=(32, 64), STAGES=(2, 3, 5), WAVES=(4, 8), num_warps=(4,))
         wide = grid(BLOCK_M=(64,), BLOCK_N=(32, 64), STAGES=(2, 3, 5), WAVES=(4, 8, 16), num_warps=(8,))
         return "mla_decode", few if "16 heads" in case.name else wide
+    if case.op in ("gemm_upcast", "grouped gemm_upcast masked", "grouped gemm_upcast contiguous"):
+        block_m = (16,) if " 1x" in case.name else (32,) if "~20" in case.name else (64,) if " 64x" in case.name else (128, 256)
+        return "gemm_upcast", grid(
+            BLOCK_M=block_m, BLOCK_N=(64, 128), WAVES=(1, 3), STAGES=(2, 3, 4), num_warps=(4, 8)
+        )
     if case.op == "mla_prefill":
         return "mla_prefill", grid(BLOCK_M=(128,), BLOCK_N=(64, 128), STAGES=(2, 3), num_warps=(4, 8))
     if case.op.startswith(("gemm_fp8", "grouped_gemm_fp8")):
         narrow = case.ceiling == "copy"
         if not narrow:
-            tiles = [(128, 128, 1, 4, 1), (128, 256, 2, 4, 1), (256, 128, 2, 4, 1), (128, 256, 2, 8, 0), (64, 128, 1, 4, 0)]
+            tiles = [(128, 256, 2, 8), (128, 128, 1, 8), (64, 128, 1, 4), (64, 256, 2, 4), (64, 256, 1, 4)]
             return "gemm_fp8", [
-                {"NARROW": 0, "BLOCK_M": m, "BLOCK_N": n, "HALVES": h, "num_warps": w, "WS": ws, "GROUP_M": g, "STAGES": s}
-                for (m, n, h, w, ws), g, s in itertools.product(tiles, (8, 16), (3, 4, 5))
+                {"NARROW": 0, "BLOCK_M": m, "BLOCK_N": n, "HALVES": h, "num_warps": w, "GROUP_M": g, "STAGES": s}
+                for (m, n, h, w), g, s in itertools.product(tiles, (8, 16, 32), (3, 4))
             ]
-        rows = 16 if case.name.startswith("1x") else 64 if "x" in case.name.split(",")[0] else 0
         if "~98" in case.name or "~202" in case.name:
-            wide = {"NARROW": 0, "HALVES": 1, "num_warps": 4, "GROUP_M": 1}
-            return "gemm_fp8", [
-                wide | {"BLOCK_M": m, "BLOCK_N": 128, "WS": ws, "STAGES": s}
-                for (m, ws), s in itertools.product([(128, 1), (64, 0), (128, 0)], (3, 4, 5))
-            ] + grid(NARROW=(1,), BLOCK_M=(64, 128, 256), BLOCK_N=(64, 128), WAVES=(1,), STAGES=(3, 4), num_warps=(4, 8))
-        blocks = (rows,) if rows else (32, 64)
+            wide = grid(NARROW=(0,), HALVES=(1,), num_warps=(4,), GROUP_M=(1, 4), BLOCK_M=(64,), BLOCK_N=(64, 128), STAGES=(3,))
+            return "gemm_fp8", wide + grid(
+                NARROW=(1,), BLOCK_M=(64, 128), BLOCK_N=(64, 128), WAVES=(1,), STAGES=(3, 4), num_warps=(4, 8)
+            )
+        if case.name.startswith("64x"):
+            return "gemm_fp8", grid(
+                NARROW=(0,), HALVES=(1,), num_warps=(4,), GROUP_M=(1,), BLOCK_M=(64,), BLOCK_N=(16, 32, 64), STAGES=(4, 6, 8)
+            ) + grid(NARROW=(1,), BLOCK_M=(64,), BLOCK_N=(64,), WAVES=(1, 2), STAGES=(4,), num_warps=(4,))
+        blocks = (16,) if case.name.startswith("1x") else (32, 64)
         return "gemm_fp8", grid(
             NARROW=(1,), BLOCK_M=blocks, BLOCK_N=(64, 128), WAVES=(1, 2, 4), STAGES=(3, 4, 6), num_warps=(4, 8)
         )

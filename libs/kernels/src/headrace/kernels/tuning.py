@@ -35,10 +35,10 @@ def gemm_fp8(kind: str, m: int, n: int, k: int, batch_invariant: bool) -> dict[s
         return narrow if m <= 16 and not batch_invariant else wide | {"num_warps": 4}
     if m <= 64 and not batch_invariant:
         block_m = 16 if m <= 16 else 32 if m <= 32 else 64
-        return {"NARROW": 1, "BLOCK_M": block_m, "BLOCK_N": 128, "WAVES": 2, "STAGES": 5, "num_warps": 4}
-    if kind == "masked" and m <= 256:
-        return {"NARROW": 1, "BLOCK_M": 128, "BLOCK_N": 128, "WAVES": 2, "STAGES": 4, "num_warps": 8}
-    return {"NARROW": 0, "BLOCK_M": 128, "BLOCK_N": 256, "HALVES": 2, "GROUP_M": 8, "STAGES": 3, "num_warps": 8}
+        block_n, stages = (64, 4) if m > 32 else (128, 4 if kind == "masked" else 3)
+        return {"NARROW": 1, "BLOCK_M": block_m, "BLOCK_N": block_n, "WAVES": 1, "STAGES": stages, "num_warps": 4}
+    return {"NARROW": 0, "BLOCK_M": 64, "BLOCK_N": 128, "HALVES": 1, "GROUP_M": 16, "STAGES": 3, "num_warps": 4}
+
 
 
 def gemm_upcast(name: str, m: int, n: int, k: int, batch_invariant: bool) -> dict[str, int]:
