@@ -21,7 +21,7 @@ COMMANDS = {
     "chat": ("chat", "ask the running system something and stream its answer"),
     "trace": ("trace", "the life of one request, also after it ended: who did what when"),
     "doctor": ("doctor", "check this machine and the running system; every problem comes with a way out"),
-    "bench": ("passthrough", "measure one part: gateway, engine, recipe, kernels, transfer"),
+    "bench": ("passthrough", "measure one part: gateway, engine, recipe, kernels, transfer, bus, kv, kvstore"),
     "make-checkpoint": ("make_checkpoint", "write a random checkpoint in the released layout"),
     "test": ("testing", "run all tests"),
     "gateway": ("passthrough", "run one gateway in the foreground"),

@@ -9,7 +9,7 @@ import sys
 from headrace.cli.errors import CommandError
 
 PASS_THROUGH = True
-BENCHES = ("gateway", "engine", "recipe", "kernels", "transfer")
+BENCHES = ("gateway", "engine", "recipe", "kernels", "transfer", "bus", "kv", "kvstore")
 
 
 def run(name: str, argv: list[str]) -> int:

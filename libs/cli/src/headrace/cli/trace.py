@@ -125,7 +125,7 @@ def table(events: list[dict]) -> str:
     ]
     for row in lines:
         took = f"{row.ms:9.2f}" if row.ms else " " * 9
-        data = " ".join(f"{key}={short(value)}" for key, value in row.data.items())
+        data = values(row.data)
         out.append(f"{row.at:9.2f} {took}  {bar(row, total)}  {row.event:<{width}}  {data}".rstrip())
     return "\n".join(out)
 
@@ -136,6 +136,11 @@ def bar(row: Row, total: float) -> str:
     begin = min(end, int((row.at - row.ms) / total * BAR))
     mark = "·" if row.ms / total * BAR < 0.5 else "█" * (end - begin + 1)
     return f"{' ' * (end - len(mark) + 1)}{mark}".ljust(BAR)
+
+
+def values(data: dict) -> str:
+    """`rows=128 kind=block`; what is empty is left out."""
+    return " ".join(f"{key}={short(value)}" for key, value in data.items() if value not in ("", None))
 
 
 def short(value: object) -> str:
@@ -160,7 +165,7 @@ async def _follow(settings: BusSettings, request: str, as_json: bool) -> int:
             print(payload.decode(), flush=True)
             return
         took = f"{event['ms']:8.2f} ms" if "ms" in event else " " * 11
-        data = " ".join(f"{key}={short(value)}" for key, value in event.items() if key not in HIDDEN)
+        data = values({key: value for key, value in event.items() if key not in HIDDEN})
         print(f"{event['request']} {(event['ts'] - zero) * 1000:+9.2f} ms {took}  {event['event']}  {data}", flush=True)
 
     await bus.subscribe_bytes(subjects.TRACE, show)

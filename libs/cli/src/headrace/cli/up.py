@@ -167,6 +167,7 @@ def ready_line(system: System) -> str:
     if system.options.engine == "sim":
         words = "SIMULATED: the time is modelled, the words are made up"
     body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32, "stream": True}
+    body["thinking"] = {"type": "disabled"}  # else so short an answer is all reasoning
     curl = f"curl -N {system.url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     return f"{paint(f'Headrace is ready: {system.url}', BOLD, sys.stdout)}  ({words})  Try:  {curl}"
 
