@@ -131,6 +131,23 @@ def test_more_candidates_are_looked_at_when_the_mass_is_spread(monkeypatch):
     assert tokens(logits, draws) == small == [tokens(logits[i : i + 1], draws[i : i + 1])[0] for i in range(2)]
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    st.builds(
+        SamplingParams,
+        temperature=st.floats(0, 1e6), top_p=st.floats(1e-300, 1), top_k=st.integers(0, 1 << 70), min_p=st.floats(0, 1),
+        presence_penalty=st.floats(-2, 2), frequency_penalty=st.floats(-2, 2), repetition_penalty=st.floats(1e-3, 1e3),
+        seed=st.integers(-(1 << 70), 1 << 70), max_tokens=st.just(9), min_tokens=st.integers(0, 9),
+        stop_token_ids=st.lists(st.integers(-3, 1 << 70), max_size=3), ignore_eos=st.booleans(), logprobs=st.integers(-1, 1000),
+    )
+)  # fmt: skip
+def test_no_accepted_parameters_break_a_step(params):
+    params.check()
+    ids = [3, 1 << 33, 5]
+    one = sample(torch.linspace(-4, 9, 50)[None], [Draw(params, 0, 3, ids, 1)], (1, 60))[0]
+    assert 0 <= one.token < 50 and (one.top is None) == (params.logprobs < 0)
+
+
 # ---------------------------------------------------------------- rows don't see each other
 
 

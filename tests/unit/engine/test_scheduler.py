@@ -240,6 +240,15 @@ def test_deadlines_end_waiting_and_running_requests():
     check(core)
 
 
+def test_deadlines_of_requests_that_ended_are_forgotten():
+    core = engine()
+    for i in range(3000):
+        sampling = api.SamplingParams(max_tokens=8, temperature=0)
+        core.submit(api.EngineRequest(f"r{i}", PREFIX[:5], [], sampling, deadline=1e12))
+        assert core.cancel(f"r{i}")
+    assert len(core.ledger._deadlines) <= 1024 + 2 and not core.has_work()
+
+
 def test_blocks_get_their_identity_only_when_their_last_token_is_committed():
     core = engine(chunk_tokens=(3, 7))
     core.submit(request("r", PREFIX[:29], max_tokens=12, temperature=1.0))

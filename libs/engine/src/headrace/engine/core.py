@@ -124,10 +124,11 @@ class EngineCore:
 
     def would_restore(self, hashes: Sequence[bytes], prompt_tokens: int) -> bool:
         """Whether a hit of all blocks that `hashes` names would find its state here, so that none need be fetched. In class
-        `bounded` the snapshot that serves a prompt lies below its last block boundary, so `has_snapshot` of that one says no."""
+        `bounded` the snapshot that serves a prompt may lie below the hit, where `has_snapshot` of the last hash says no."""
         hit = min(len(hashes), (prompt_tokens - 1) // self.info.block_tokens) * self.info.block_tokens
         floor = self.ledger.decoder_floor(prompt_tokens)
-        return hit == 0 or self.scheduler.restart_point(list(hashes), hit, floor)[1] is not None
+        needless = hit == 0 or not self.ledger.keeps_state
+        return needless or self.scheduler.restart_point(list(hashes), hit, floor)[1] is not None
 
     def release(self, request: str) -> None:
         self.ledger.release(request)

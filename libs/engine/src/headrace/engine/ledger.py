@@ -14,7 +14,7 @@ for the pool is also written by peers. Invariant, at any time between two calls:
 from __future__ import annotations
 
 from bisect import insort
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from headrace.kv.hashing import ROOT, BlockHasher
 from headrace.kv.pool import BlockPool
@@ -131,7 +131,7 @@ class Ledger:
     def expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, arrival, name = heappop(self._deadlines)
-            if name in self.live and self.live[name][0].arrival == arrival:
+            if self._is_live(arrival, name):
                 self.fail(name, "deadline", "the request's deadline passed before it was done")
 
     def pin(self, sequence: Sequence) -> None:
@@ -221,9 +221,15 @@ class Ledger:
 
     def _register(self, sequence: Sequence) -> None:
         siblings = self.live.setdefault(sequence.name, [])
-        if not siblings and sequence.request.deadline is not None:
-            heappush(self._deadlines, (sequence.request.deadline, sequence.arrival, sequence.name))
         siblings.append(sequence)
+        if len(siblings) == 1 and sequence.request.deadline is not None:
+            if len(self._deadlines) > 1024 + 2 * len(self.live):  # most of them are of requests that ended long before
+                self._deadlines = [entry for entry in self._deadlines if self._is_live(*entry[1:])]
+                heapify(self._deadlines)
+            heappush(self._deadlines, (sequence.request.deadline, sequence.arrival, sequence.name))
+
+    def _is_live(self, arrival: int, name: str) -> bool:
+        return name in self.live and self.live[name][0].arrival == arrival
 
     def _unregister(self, sequence: Sequence) -> None:
         siblings = self.live[sequence.name]

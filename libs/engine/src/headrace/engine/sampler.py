@@ -82,7 +82,8 @@ def _modify(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence
             rows += [row] * len(seen)
             columns.append(seen)
             values.append(value)
-    forbidden = [(row, token) for row, draw in enumerate(draws) for token in _forbidden(draw, eos_token_ids)]
+    vocab = logits.shape[-1]
+    forbidden = [(row, t) for row, draw in enumerate(draws) for t in _forbidden(draw, eos_token_ids) if 0 <= t < vocab]
     if not rows and not forbidden:
         return logits
     out = logits.clone()
@@ -163,7 +164,8 @@ def _candidates(
     scores, index = _scale(logits, draws), _best(logits, width)
     best = scores.gather(-1, index)
     params = [draw.params for draw in draws]
-    top_k = _column([p.top_k or scores.shape[-1] for p in params], scores.device, torch.int64)
+    vocab = scores.shape[-1]
+    top_k = _column([min(p.top_k or vocab, vocab) for p in params], scores.device, torch.int64)
     top_p = _column([p.top_p for p in params], scores.device)
     rank = torch.arange(width, device=scores.device)
     best = best.masked_fill(rank >= top_k, -math.inf)
