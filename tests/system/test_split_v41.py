@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -27,7 +27,7 @@ class Case:
     ids: list[int]
     sampling: dict
     keep: int = 0  # a text stop after this many tokens
-    reference: tuple = ()  # (ids, logprobs, finish)
+    reference: list[tuple] = field(default_factory=list)  # (ids, logprobs, finish) of each choice
 
 
 def make_cases(llm: LLM) -> list[Case]:
@@ -48,17 +48,18 @@ def make_cases(llm: LLM) -> list[Case]:
             if i % 2
             else {"temperature": 0.9, "top_p": rng.choice([1.0, 0.8]), "top_k": rng.choice([0, 20])}
         )
+        if i % 10 == 4:
+            sampling |= {"n": 2}
         cases.append(Case(ids, sampling))
     for case, answer in zip(cases, answers(llm, cases), strict=True):
         out = answer.choices[0].ids
         if len(out) > 2 and rng.random() < 0.5:
             at = rng.randrange(len(out))
             case.sampling |= {"stop_token_ids": [out[at]], "min_tokens": rng.choice([0, 1])}
-        elif len(out) > 5:
+        elif len(out) > 5 and "n" not in case.sampling:
             case.keep = rng.randint(1, 3)
     for case, answer in zip(cases, answers(llm, cases), strict=True):
-        choice = answer.choices[0]
-        case.reference = (choice.ids, [(t, p, list(top)) for t, p, top in choice.logprobs], choice.finish)
+        case.reference = [(c.ids, [(t, p, list(top)) for t, p, top in c.logprobs], c.finish) for c in answer.choices]
     return cases
 
 
@@ -92,16 +93,16 @@ async def run_all(cluster: Cluster, cases: list[Case]) -> list[Result]:
 
 def compare(index: int, case: Case, result: Result) -> None:
     assert result.ok, (index, result.problem, result.refused)
-    ids, logprobs, finish = case.reference
     usage, stopped = result.usage, case.keep and result.cancelled
     if stopped:
-        assert result.ids[0][: case.keep] == ids[: case.keep] and result.finish[0] == "stop"
+        assert result.ids[0][: case.keep] == case.reference[0][0][: case.keep] and result.finish[0] == "stop"
         assert usage.completion_tokens == case.keep
     else:
-        assert result.ids[0] == ids, f"case {index}: {len(case.ids)} prompt tokens, {case.sampling}"
-        assert result.logprobs[0] == logprobs, f"case {index}: the ids are equal, the logprobs are not"
-        assert result.finish[0] == finish
-        assert usage.completion_tokens >= len(ids)
+        for choice, (ids, logprobs, finish) in enumerate(case.reference):
+            assert result.ids[choice] == ids, f"case {index}: {len(case.ids)} prompt tokens, {case.sampling}"
+            assert result.logprobs[choice] == logprobs, f"case {index}: the ids are equal, the logprobs are not"
+            assert result.finish[choice] == finish
+        assert usage.completion_tokens >= sum(len(ids) for ids, _, _ in case.reference)
     assert usage.prompt_tokens == len(case.ids)
     assert usage.cached_tokens + usage.computed_rows == len(case.ids) and usage.computed_rows > 0
     assert usage.cached_tokens % 128 == 0
