@@ -10,6 +10,7 @@ from headrace.bus import Meta, Settings, SettingsError
 
 class Own(Settings):
     max_num_seqs: Annotated[int, Meta(ge=1, description="sequences in one step")] = 64
+    tokenizer: str = "t.json"
     warm: Annotated[bool, Meta(description="warm up first")] = True
 
 
@@ -66,6 +67,7 @@ def test_print_config_is_yaml_with_sources_and_without_secrets(capsys, monkeypat
         load("--max-num-seqs", "5", "--print-config")
     text = capsys.readouterr().out
     assert stop.value.code == 0 and "secret!" not in text
+    assert "tokenizer: t.json" in text
     assert "max_num_seqs: 5  # --max-num-seqs" in text and "HEADRACE_NATS_PASSWORD" in text
     assert yaml.safe_load(text)["log_level"] == "info"
 

@@ -233,6 +233,26 @@ def _ids(run):
     return unpack_ids(run.ids)
 
 
+async def test_served_names_and_the_default_model(bare):
+    await bare.add_decode()
+    await bare.add_prefill()
+    await bare.start_gateway(served_model_name=["house", "home"])
+    await bare.ready()
+    async with sdk(bare) as client:
+        assert [model.id async for model in client.models.list()] == ["house", "home", "fake"]
+        assert (await client.models.retrieve("home")).root == "fake"
+        with pytest.raises(openai.NotFoundError, match="served models: house, home, fake"):
+            await client.models.retrieve("other")
+    for name in ("house", "home", "fake", None):
+        body = chat()
+        if name is None:
+            del body["model"]
+        else:
+            body["model"] = name
+        status, _, reply = await bare.post(body)
+        assert status == 200 and reply["model"] == (name or "house")
+
+
 async def test_without_workers_503_and_not_ready(bare):
     await bare.start_gateway()
     status, headers, reply = await bare.post(chat())

@@ -22,7 +22,7 @@ import yaml
 from msgspec import Meta
 
 ENV_PREFIX = "HEADRACE_"
-SECRET = ("password", "token", "secret")
+SECRET = ("password", "secret", "api_key", "_token")  # endings of names whose values are never shown
 
 ROLES = ("gateway", "prefill", "decode", "kvstore", "vision")
 
@@ -68,7 +68,7 @@ class Settings(msgspec.Struct, kw_only=True):
         lines = []
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if value and any(word in name for word in SECRET):
+            if value and name.endswith(SECRET):
                 value = "(hidden)"
             text = yaml.safe_dump({name: msgspec.to_builtins(value)}, default_flow_style=True, width=10_000).strip()[1:-1]
             lines.append(f"{text}  # {(sources or {}).get(name, 'default')}\n")
@@ -131,7 +131,7 @@ def _convert(cls: type[Settings], values: dict[str, Any], sources: dict[str, str
         try:
             checked[name] = msgspec.convert(value, hints[name], strict=False)
         except msgspec.ValidationError as error:
-            shown = "(hidden)" if any(word in name for word in SECRET) else repr(value)
+            shown = "(hidden)" if name.endswith(SECRET) else repr(value)
             raise SettingsError(f"{sources[name]}: {name} = {shown}: {error}") from error
     try:
         return cls(**checked)

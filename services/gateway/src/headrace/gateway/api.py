@@ -73,7 +73,7 @@ class Api:
         self._turn = Turn()
         for path, endpoint in ENDPOINTS.items():
             app.router.add_post(path, self._handler(endpoint))
-        for path in ("/v1/models", "/models"):
+        for path in ("/v1/models", "/models", "/v1/models/{name:.+}"):
             app.router.add_get(path, self._models)
         for path in ("/tokenize", "/v1/tokenize"):
             app.router.add_post(path, self._tokenize)
@@ -269,18 +269,25 @@ class Api:
         return exchange.result()
 
     async def _models(self, request: web.Request) -> Written:
+        """All models, or the one that the path names."""
+        wanted = request.match_info.get("name")
+
         async def answer(_: dict[str, Any]) -> dict[str, Any]:
             models = self._gateway.models
             data = []
             for name in models.names:
                 group = models.group(name)
-                if group is not None:
+                if group is not None and wanted in (None, name):
                     data.append({
                         "id": name, "object": "model", "created": self._gateway.epoch // 10**9, "owned_by": "headrace",
                         "root": group.model, "engine": group.engine, "max_model_len": models.limit(group),
                         "checkpoint": group.checkpoint,
                     })  # fmt: skip
-            return {"object": "list", "data": data}
+            if wanted is None:
+                return {"object": "list", "data": data}
+            if not data:
+                raise errors.unknown_model(wanted, models.names)
+            return data[0]
 
         return await self._small(request, answer)
 

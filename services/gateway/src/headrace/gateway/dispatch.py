@@ -517,6 +517,10 @@ class Dispatcher:
         if sent and (epoch != presence.epoch or seq < sent) and instance not in self._tails:
             self._tails[instance] = self._loop.call_later(TAIL_SECONDS, self._check_tail, instance, presence.epoch, sent)
 
+    def left(self, instance: str) -> None:
+        """An instance is no longer known; if it comes back, its count begins with what comes first."""
+        self._seq.pop(instance, None)
+
     def _check_tail(self, instance: str, epoch: int, sent: int) -> None:
         self._tails.pop(instance, None)
         known, seq = self._seq.get(instance, (epoch, 0))

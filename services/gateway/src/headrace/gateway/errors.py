@@ -27,6 +27,15 @@ def body_too_slow(seconds: float) -> GatewayError:
     return GatewayError(f"the request body was not complete within {seconds:g} s", status=408, code="body_timeout")
 
 
+def unknown_model(name: str, known: list[str]) -> GatewayError:
+    return GatewayError(
+        f"The model `{name}` does not exist; served models: {', '.join(known) or 'none'}.",
+        status=404,
+        code="model_not_found",
+        param="model",
+    )
+
+
 def invalid(message: str, param: str | None = None) -> GatewayError:
     return GatewayError(message, status=400, param=param)
 

@@ -80,6 +80,8 @@ class Gateway(Service):
     def _on_presence(self, kind: str, presence: m.Presence) -> None:
         if kind == "update" and presence.role in ("prefill", "decode"):
             self.dispatcher.sent_so_far(presence)
+        elif kind == "leave":
+            self.dispatcher.left(presence.instance)
 
 
 class Meters:
