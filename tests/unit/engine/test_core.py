@@ -1,6 +1,8 @@
 """The engine's contract: hand-offs, cancels while a step runs, errors that stay where they are, counters."""
 
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -189,6 +191,58 @@ def test_a_step_that_raises_ends_its_requests_and_no_others():
     assert not answers["later"].error and len(answers["later"].choices[0].ids) == 12
     assert core.pool.used == 0 and core.stats()["free_slots"] == 2
     core.pool.check(core.owners())
+
+
+class Slow(ToyModel):
+    """Gives the other thread time in the middle of a step."""
+
+    def forward(self, segments, kv, states):
+        time.sleep(0.0005)
+        out = super().forward(segments, kv, states)
+        time.sleep(0.0005)
+        return out
+
+
+def test_the_owner_may_do_anything_while_a_step_runs_in_another_thread():
+    """Submit, cancel, reserve, write into reserved blocks, abandon: during `execute`, as an event loop does."""
+    rng, core = random.Random(8), engine(model=Slow("exact", block_tokens=BLOCK), num_blocks=24, max_num_seqs=5)
+    todo = {f"r{i}": request(f"r{i}", IDS[i : i + rng.randint(1, 40)], max_tokens=rng.randint(1, 30)) for i in range(20)}
+    waiting, cancelled, reserved, said = list(todo), set(), [], {}
+    with ThreadPoolExecutor(1) as thread:
+        while waiting or core.has_work():
+            plan = core.plan()
+            step = thread.submit(core.execute, plan) if plan else None
+            while step and not step.done():
+                dice = rng.random()
+                if dice < 0.3 and waiting and len(core.ledger.waiting) < 3:
+                    core.submit(todo[waiting.pop(0)])
+                elif dice < 0.31 and core.ledger.live and len(cancelled) < 6:
+                    name = rng.choice(list(core.ledger.live))
+                    assert core.cancel(name)
+                    cancelled.add(name)
+                elif dice < 0.5 and len(reserved) < 2 and (taken := core.reserve("peer", [], rng.randint(1, 30))):
+                    core.runner.kv.data[taken.blocks] = 255  # a peer writes: nobody else may hold these blocks
+                    reserved.append(taken)
+                elif dice < 0.6 and reserved:
+                    taken = reserved.pop()
+                    core.abandon(taken)
+                    core.pool.release(taken.blocks)
+                core.pool.check(core.owners())
+                time.sleep(0.0001)
+            if step:
+                for name, ids in tokens(core.apply(plan, step.result())).items():
+                    said.setdefault(name, []).extend(ids)
+            elif waiting:
+                core.submit(todo[waiting.pop(0)])
+            elif reserved:
+                taken = reserved.pop()
+                core.abandon(taken)
+                core.pool.release(taken.blocks)
+            core.pool.check(core.owners())
+    assert cancelled and core.stats()["finished"] >= 14
+    for name in todo.keys() - cancelled:
+        alone = api.EngineRequest(name, todo[name].ids, [], todo[name].sampling)
+        assert said[name] == collect(engine(prefix_caching=False), [alone])[0].choices[0].ids
 
 
 def test_without_a_plan_fail_ends_everything():
