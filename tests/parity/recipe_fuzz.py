@@ -215,6 +215,7 @@ MARKERS = {
         '<｜DSML｜ invoke name="f">\n',
         'invoke name="',
         '<｜DSML｜ invoke name="apply_patch">',
+        '<｜DSML｜ invoke name="tool_search">',
         '<｜DSML｜ invoke name="ns::get">',
         'parameter name="input" string="true">',
         'parameter name="input" string="false">',
@@ -668,6 +669,33 @@ def response_content(rng: random.Random, images: bool = True) -> str | list:
     return parts
 
 
+def found_tools(rng: random.Random) -> list[dict]:
+    """What a tool search answers."""
+    bad = rng.random() < 0.1
+    names = [f"found{n}" for n in range(40)] + (["f", "bad name"] if bad else [])
+    tools: list[dict] = []
+    for _ in range(rng.randint(0, 2)):
+        kind = rng.choice(["function"] * 4 + ["namespace"] * 2 + ["web_search", "custom", "tool_search"] + ["other"] * bad)
+        function = {"type": "function", "name": rng.choice(names)}
+        maybe(rng, 0.6, function, "description", ["d", "", None])
+        maybe(rng, 0.6, function, "parameters", [{"type": "object"}, {}, None] + ([{"type": "x"}, [1]] if bad else []))
+        maybe(rng, 0.1, function, "strict", [False, None] + [True] * bad)
+        if kind == "function":
+            tools.append(function)
+        elif kind == "namespace":
+            inner = [function, {"type": "function", "name": "g"}][: rng.randint(1, 2)]
+            tools.append({"type": "namespace", "name": rng.choice(["ns", "nt"]), "tools": inner})
+            maybe(rng, 0.5, tools[-1], "description", ["space", "", None])
+        elif kind == "custom":
+            tools.append({"type": "custom", "name": "other" if bad else "apply_patch"})
+        elif kind == "tool_search":
+            tools.append({"type": "tool_search"})
+            maybe(rng, 0.5, tools[-1], "execution", ["server", None] + ["client"] * bad)
+        else:
+            tools.append({"type": kind})
+    return tools
+
+
 def responses_body(rng: random.Random) -> dict:
     items: list = []
     for _ in range(rng.choice([1, 1, 2, 3, 5])):
@@ -705,6 +733,13 @@ def responses_body(rng: random.Random) -> dict:
                         }
                     )
                     results.append({"type": "custom_tool_call_output", "call_id": i, "output": rng.choice(["z", ""])})
+                elif rng.random() < 0.2:
+                    items.append(
+                        {"type": "tool_search_call", "call_id": i, "arguments": rng.choice([{}, {"q": "x", "a": [1.5]}])}
+                    )
+                    maybe(rng, 0.3, items[-1], "execution", ["client", "server", None])
+                    results.append({"type": "tool_search_output", "call_id": i, "tools": found_tools(rng)})
+                    maybe(rng, 0.3, results[-1], "execution", ["client", "server", None])
                 else:
                     items.append({"type": "function_call", "call_id": i, "name": "f", "arguments": rng.choice(ARGUMENTS)})
                     maybe(rng, 0.2, items[-1], "namespace", ["ns", None])

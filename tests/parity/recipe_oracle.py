@@ -100,6 +100,7 @@ MODEL, REPLY_ID = "DeepSeek-V4.1-Flash", "ID1"
 RESPONSES_TOOLS = [
     {"type": "custom", "name": "apply_patch"},
     {"type": "namespace", "name": "ns", "tools": [{"type": "function", "name": "get"}]},
+    {"type": "tool_search", "execution": "client", "description": None, "parameters": None},
 ]
 
 
@@ -223,8 +224,9 @@ def _writer(protocol: str, parser: StreamParser, spec: dict) -> ReplyStream:
                 "description": None,
                 "tools": [{"type": "function", "name": "get", "description": None, "parameters": None, "strict": None}],
             },
+            RESPONSES_TOOLS[2],
         ]
-        options = {"namespaces": {"ns::get": ("ns", "get")}, "custom_tools": frozenset(["apply_patch"])}
+        options = {"namespaces": {"ns::get": ("ns", "get")}, "custom_tools": frozenset(["apply_patch", "tool_search"])}
     return ResponsesStream(parser, REPLY_ID, MODEL, 0, "official", echo=echo, clock=lambda: 0, **options)
 
 

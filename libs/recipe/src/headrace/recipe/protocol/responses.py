@@ -1,5 +1,6 @@
 """OpenAI Responses requests."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,6 +16,7 @@ from .request import OPEN, ConversionOptions, ParsedRequest, Sampling
 from .shape import F32, U8, U32, Check, Misfit, Tagged, misfit, reader
 
 APPLY_PATCH = "apply_patch"
+TOOL_SEARCH = "tool_search"
 _DOCUMENT = "[Unsupported Document]"
 _WEB_SEARCH = ("web_search", "web_search_2025_08_26")
 _EXTRAS = ("previous_response_id", "store", "background", "metadata", "include", "truncation", "prompt_cache_key")
@@ -129,45 +131,6 @@ class CustomToolCallOutput(msgspec.Struct):
     output: Annotated[Any, Check(_output)] | None = None
 
 
-class OtherItem(msgspec.Struct):
-    """An item of a kind that prompts have no place for."""
-
-    type: str = ""
-
-
-_ITEMS: dict[str, type] = {
-    "message": InputMessage,
-    "function_call": FunctionCall,
-    "function_call_output": FunctionCallOutput,
-    "reasoning": Reasoning,
-    "custom_tool_call": CustomToolCall,
-    "custom_tool_call_output": CustomToolCallOutput,
-}
-_read_items = {kind: reader(cls) for kind, cls in _ITEMS.items()}
-
-
-def _input(value: Any) -> Any:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        return [_item(item) for item in value]
-    raise Misfit("input should be a string or a list of input items")
-
-
-def _item(value: Any) -> Any:
-    if not isinstance(value, dict):
-        raise Misfit("invalid input item")
-    if "type" not in value:
-        if "role" not in value:
-            raise Misfit("invalid input item")
-        return _read_items["message"](value)
-    kind = value["type"]
-    if not isinstance(kind, str):
-        raise misfit(kind, "variant identifier")
-    read = _read_items.get(kind)
-    return OtherItem(kind) if read is None else read(value)
-
-
 class FunctionTool(msgspec.Struct):
     name: str
     description: str | None = None
@@ -228,6 +191,67 @@ Tool = Annotated[
         other=OtherTool,
     ),
 ]
+
+
+class OtherItem(msgspec.Struct):
+    """An item of a kind that prompts have no place for."""
+
+    type: str = ""
+
+
+def _map(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise misfit(value, "a map")
+    return value
+
+
+class ToolSearchCall(msgspec.Struct):
+    shape_name = "ResponsesToolSearchCall"
+    call_id: str
+    arguments: Annotated[dict, Check(_map)]
+    execution: Literal["client", "server"] | None = None
+
+
+class ToolSearchOutput(msgspec.Struct):
+    shape_name = "ResponsesToolSearchOutput"
+    call_id: str
+    tools: list[Tool]
+    execution: Literal["client", "server"] | None = None
+
+
+_ITEMS: dict[str, type] = {
+    "message": InputMessage,
+    "function_call": FunctionCall,
+    "function_call_output": FunctionCallOutput,
+    "reasoning": Reasoning,
+    "custom_tool_call": CustomToolCall,
+    "custom_tool_call_output": CustomToolCallOutput,
+    "tool_search_call": ToolSearchCall,
+    "tool_search_output": ToolSearchOutput,
+}
+_read_items = {kind: reader(cls) for kind, cls in _ITEMS.items()}
+
+
+def _input(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return [_item(item) for item in value]
+    raise Misfit("input should be a string or a list of input items")
+
+
+def _item(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise Misfit("invalid input item")
+    if "type" not in value:
+        if "role" not in value:
+            raise Misfit("invalid input item")
+        return _read_items["message"](value)
+    kind = value["type"]
+    if not isinstance(kind, str):
+        raise misfit(kind, "variant identifier")
+    read = _read_items.get(kind)
+    return OtherItem(kind) if read is None else read(value)
 
 
 class NamedFunction(msgspec.Struct):
@@ -348,19 +372,26 @@ def _convert(request: ResponsesRequest, options: ConversionOptions, fields: Open
     thinking, effort = common.thinking_mode(None, effort, options.default_thinking_mode)
     conversation = Conversation(thinking_mode=thinking, reasoning_effort=effort)
     _check_search(request, options)
-    _check_tool_names(request)
-    tools, namespaces = _definitions(request, version)
+    _check_tool_names(request.tools or (), "tools")
+    for index, item in enumerate(request.input if isinstance(request.input, list) else ()):
+        if isinstance(item, ToolSearchOutput) and version != "v4":
+            _check_tool_names(item.tools, f"input[{index}].tools")
+    namespaces: dict[str, tuple[str, str]] = {}
+    tools = _definitions(request.tools or (), namespaces, version)
+    declared = dict(namespaces)
     if request.input is None and not request.instructions:
         raise RecipeError("Either input or instructions must be provided")
     if request.input == []:
         raise RecipeError("Input items array must not be empty")
-    messages = _Reader(version, options).read(request.input)
+    reading = _Reader(version, options, namespaces)
+    messages = reading.read(request.input)
+    tools += reading.found
     if request.instructions:
         messages.insert(0, Message("system", request.instructions))
     absent = common.fill_reasoning(messages, thinking, options, "reasoning_text", bool(tools))
     _set_tools(conversation, request, tools)
     _check_json_word(request, messages)
-    conversation.messages = messages
+    conversation.messages = _shown_additions(messages, conversation.tools)
     schema = _set_format(conversation, request)
     _check_strict(conversation)
     sampling = _sampling(request, thinking, options, fields)
@@ -377,9 +408,9 @@ def _convert(request: ResponsesRequest, options: ConversionOptions, fields: Open
         output_constraint=common.output_constraint(conversation, schema),
         extras=open_extras(fields),
         echo=echo(request),
-        namespaces=namespaces,
-        custom_tools=frozenset([APPLY_PATCH] if any(isinstance(t, CustomTool) for t in request.tools or ()) else []),
-        reasoning_absent=common.positions(messages, absent),
+        namespaces=declared if options.dialect == "official" else namespaces,
+        custom_tools=_custom_tools(request.tools or ()),
+        reasoning_absent=common.positions(conversation.messages, absent),
     )
 
 
@@ -389,8 +420,10 @@ def _convert(request: ResponsesRequest, options: ConversionOptions, fields: Open
 class _Reader:
     """Reads input items in order; neighbouring items of the assistant become one message."""
 
-    def __init__(self, version: str, options: ConversionOptions):
+    def __init__(self, version: str, options: ConversionOptions, namespaces: dict[str, tuple[str, str]]):
         self.version = version
+        self.namespaces = namespaces
+        self.found: list[ToolDefinition] = []  # tools that searches brought
         self.token = options.special_tokens.image
         self.rejects_search = options.responses_web_search == "reject"
         self.messages: list[Message] = []
@@ -398,6 +431,7 @@ class _Reader:
         self.group: Message | None = None  # the assistant message whose calls want results
         self.wanted: list[str] = []  # those calls
         self.results: dict[str, Message] = {}
+        self.additions: list[Message] = []  # schemas that the results bring
         self.call_ids: set[str] = set()
         self.answered: set[str] = set()
 
@@ -418,10 +452,12 @@ class _Reader:
             if item.type == "web_search_call" and self.rejects_search:
                 raise RecipeError("Server tools are not supported")
             return
-        if isinstance(item, FunctionCallOutput | CustomToolCallOutput):
+        if isinstance(item, ToolSearchCall | ToolSearchOutput) and self.version == "v4":
+            return
+        if isinstance(item, FunctionCallOutput | CustomToolCallOutput | ToolSearchOutput):
             self._result(index, item)
             return
-        if isinstance(item, FunctionCall | CustomToolCall):
+        if isinstance(item, FunctionCall | CustomToolCall | ToolSearchCall):
             self._call(index, item)
             return
         self._finish_results()
@@ -455,14 +491,14 @@ class _Reader:
             self._close()
             self._finish_results()
         message = self._assistant()
+        content = self._gather(item.content, index)
         has_image = not isinstance(item.content, str) and any(isinstance(part, ImagePart) for part in item.content)
         if has_image and self.version != "v4":
             raise RecipeError(f"input[{index}]: Image in assistant message is unsupported")
-        content = self._gather(item.content, index)
         text = content.fill(Message("assistant")).content
         message.content = f"{message.content}\n\n{text}" if message.content and text else message.content or text
 
-    def _call(self, index: int, item: FunctionCall | CustomToolCall) -> None:
+    def _call(self, index: int, item: FunctionCall | CustomToolCall | ToolSearchCall) -> None:
         self._check_id(index, item.call_id)
         if item.call_id in self.call_ids:
             raise RecipeError(f"Duplicate 'call_id': {item.call_id}.")
@@ -473,6 +509,8 @@ class _Reader:
         calls = message.tool_calls or []
         if isinstance(item, CustomToolCall):
             calls.append(ToolCall(item.call_id, item.name, compact({"input": item.input})))
+        elif isinstance(item, ToolSearchCall):
+            calls.append(ToolCall(item.call_id, TOOL_SEARCH, compact(item.arguments)))
         else:
             name = item.name if item.namespace is None else _qualified(item.namespace, item.name, self.version)
             calls.append(ToolCall(item.call_id, name, item.arguments))
@@ -481,11 +519,12 @@ class _Reader:
             self.wanted.append(item.call_id)
             calls.sort(key=lambda call: call.id)
 
-    def _result(self, index: int, item: FunctionCallOutput | CustomToolCallOutput) -> None:
+    def _result(self, index: int, item: FunctionCallOutput | CustomToolCallOutput | ToolSearchOutput) -> None:
+        content = self._gather(item.output, index, "output") if isinstance(item, FunctionCallOutput) else None
         self._close()
         if item.call_id is None:
             self._finish_results()
-            self.messages.append(self._gather(item.output or "", index, "output").fill(Message("tool")))
+            self.messages.append(content.fill(Message("tool")))
             return
         self._check_id(index, item.call_id)
         if item.call_id in self.answered:
@@ -493,7 +532,15 @@ class _Reader:
         if item.call_id not in self.wanted:
             raise RecipeError(f"No tool call found for tool output with call_id {item.call_id}.")
         self.answered.add(item.call_id)
-        content = self._gather(item.output or "", index, "output")
+        if isinstance(item, ToolSearchOutput):
+            self.results[item.call_id] = Message("tool", _found_text(item.tools, index), tool_call_id=item.call_id)
+            tools = _definitions(item.tools, self.namespaces, self.version, deferred=True)
+            self.found += tools
+            if tools:
+                self.additions.append(Message("system", tools=tools))
+            return
+        if content is None:
+            content = self._gather(item.output or "", index, "output")
         self.results[item.call_id] = content.fill(Message("tool", tool_call_id=item.call_id))
 
     def _close(self) -> None:
@@ -513,7 +560,8 @@ class _Reader:
             if call_id not in self.results:
                 raise RecipeError(f"No tool output found for tool call {call_id}.")
         self.messages += [self.results[call_id] for call_id in sorted(self.wanted)]
-        self.wanted, self.results, self.group = [], {}, None
+        self.messages += self.additions
+        self.wanted, self.results, self.additions, self.group = [], {}, [], None
 
     def _check_id(self, index: int, call_id: str) -> None:
         if not call_id:
@@ -568,19 +616,57 @@ def _check_search(request: ResponsesRequest, options: ConversionOptions) -> None
         raise RecipeError("Server tools are not supported")
 
 
-def _check_tool_names(request: ResponsesRequest) -> None:
-    for index, tool in enumerate(request.tools or ()):
+def _found_text(tools: list[Any], index: int) -> str:
+    """What a search found, as the model reads it: functions of namespaces one by one."""
+    shown = []
+    for tool in tools:
+        if isinstance(tool, NamespaceTool):
+            space = {"name": tool.name, "description": tool.description or ""}
+            shown += [_echo_tool(function) | {"namespace": space} for function in tool.tools]
+        elif isinstance(tool, OtherTool):
+            raise RecipeError(f"input[{index}]: the enum variant ResponsesTool::Unsupported cannot be serialized")
+        else:
+            shown.append(_echo_tool(tool))
+    return compact(shown)
+
+
+def _shown_additions(messages: list[Message], tools: list[ToolDefinition]) -> list[Message]:
+    """Without the schemas that the tool choice left out, and without messages of nothing else."""
+    names = {tool.name: tool for tool in tools}
+    result = []
+    for message in messages:
+        if message.tools is not None:
+            message.tools = [names[tool.name] for tool in message.tools if tool.name in names]
+            if not message.tools:
+                continue
+        result.append(message)
+    return result
+
+
+def _custom_tools(tools: Iterable[Any]) -> frozenset[str]:
+    """Tools whose calls are items of their own kind in the reply."""
+    names = set()
+    for tool in tools:
+        if isinstance(tool, CustomTool):
+            names.add(APPLY_PATCH)
+        elif isinstance(tool, ToolSearch) and tool.execution == "client":
+            names.add(TOOL_SEARCH)
+    return frozenset(names)
+
+
+def _check_tool_names(tools: Iterable[Any], place: str) -> None:
+    for index, tool in enumerate(tools):
         if isinstance(tool, FunctionTool | NamespaceTool):
-            common.check_tool_name(tool.name, f"tools[{index}].name")
+            common.check_tool_name(tool.name, f"{place}[{index}].name")
         if isinstance(tool, NamespaceTool):
             names: set[str] = set()
             for number, inner in enumerate(tool.tools):
                 if isinstance(inner, CustomTool):
                     raise RecipeError(
                         "Currently custom tools are not allowed inside a namespace. "
-                        f"Found custom tool '{inner.name}' in tools[{index}].tools[{number}]."
+                        f"Found custom tool '{inner.name}' in {place}[{index}].tools[{number}]."
                     )
-                common.check_tool_name(inner.name, f"tools[{index}].tools[{number}].name")
+                common.check_tool_name(inner.name, f"{place}[{index}].tools[{number}].name")
                 if inner.name in names:
                     raise RecipeError("Tool names within a namespace must be unique.")
                 names.add(inner.name)
@@ -606,25 +692,23 @@ def _set_tools(conversation: Conversation, request: ResponsesRequest, tools: lis
     conversation.tools, conversation.tool_choice = common.choose_tools(checked, simple, named, conversation.thinking_mode)
 
 
-def _definitions(request: ResponsesRequest, version: str) -> tuple[list[ToolDefinition], dict[str, tuple[str, str]]]:
+def _definitions(
+    declared: Iterable[Any], namespaces: dict[str, tuple[str, str]], version: str, deferred: bool = False
+) -> list[ToolDefinition]:
+    """Tools as prompts show them; those of namespaces get their qualified names and go into `namespaces`."""
     tools: list[ToolDefinition] = []
-    namespaces: dict[str, tuple[str, str]] = {}
-    for tool in request.tools or ():
+    for tool in declared:
         if isinstance(tool, FunctionTool):
-            tools.append(ToolDefinition(tool.name, tool.description, tool.parameters, tool.strict))
+            tools.append(ToolDefinition(tool.name, tool.description, tool.parameters, tool.strict, deferred))
         elif isinstance(tool, CustomTool):
-            tools.append(
-                ToolDefinition(
-                    APPLY_PATCH,
-                    PROMPTS[f"{version}.responses.apply_patch.description"],
-                    loads(PROMPTS[f"{version}.responses.apply_patch.parameters"]),
-                )
-            )
+            description = PROMPTS[f"{version}.responses.apply_patch.description"]
+            parameters = loads(PROMPTS[f"{version}.responses.apply_patch.parameters"])
+            tools.append(ToolDefinition(APPLY_PATCH, description, parameters, None, deferred))
         elif isinstance(tool, ToolSearch) and tool.execution == "client":
-            tools.append(ToolDefinition("tool_search", tool.description, tool.parameters))
+            tools.append(ToolDefinition(TOOL_SEARCH, tool.description, tool.parameters, None, deferred))
         elif isinstance(tool, NamespaceTool):
-            tools += _namespace(tool, namespaces, version)
-    return tools, namespaces
+            tools += _namespace(tool, namespaces, version, deferred)
+    return tools
 
 
 def _qualified(namespace: str, name: str, version: str) -> str:
@@ -632,7 +716,9 @@ def _qualified(namespace: str, name: str, version: str) -> str:
     return f"{namespace}__{name}" if version == "v4" else f"{namespace}::{name}"
 
 
-def _namespace(tool: NamespaceTool, namespaces: dict[str, tuple[str, str]], version: str) -> list[ToolDefinition]:
+def _namespace(
+    tool: NamespaceTool, namespaces: dict[str, tuple[str, str]], version: str, deferred: bool
+) -> list[ToolDefinition]:
     """The functions of a namespace by qualified names, numbered when a name is taken."""
     tools = []
     for function in tool.tools:
@@ -645,7 +731,7 @@ def _namespace(tool: NamespaceTool, namespaces: dict[str, tuple[str, str]], vers
         description = function.description
         if tool.description and version != "v4":
             description = f"{tool.description}\n{description or ''}"
-        tools.append(ToolDefinition(name, description, function.parameters, function.strict))
+        tools.append(ToolDefinition(name, description, function.parameters, function.strict, deferred))
     return tools
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 
-from ..jsontext import quote
+from ..jsontext import JSONError, loads, quote
 from .parser import Event, FinishReason, StreamParser
 from .reply import Dialect, ReplyStream, json_string, logprob_entries, named_event
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
-_INPUT_PREFIX = '{"input":'
+TOOL_SEARCH_CALL = "tool_search_call"
+_INPUT_PREFIX = ("{", '"input"', ":", '"')  # white space between is allowed
 
 
 class _Item(msgspec.Struct):
@@ -30,7 +31,8 @@ class ResponsesStream(ReplyStream):
     """Writes response.created to response.completed: items one after the other, every event numbered.
 
     `echo`: the request's settings that the response repeats (`ParsedRequest.echo`). `namespaces`: function names that
-    stand for (namespace, name). `custom_tools`: functions that are custom tools to the client, their input raw text.
+    stand for (namespace, name). `custom_tools`: functions that are custom tools to the client, their input raw text, and
+    `tool_search` when the client searches (`ParsedRequest.custom_tools`).
     """
 
     protocol = "responses"
@@ -142,7 +144,7 @@ class ResponsesStream(ReplyStream):
 
     def _begin(self, kind: str, prefix: str, fields: dict[str, Any]) -> bytes:
         """Finish the open item and add another."""
-        follows_call = kind in ("function_call", "custom_tool_call")
+        follows_call = kind in ("function_call", "custom_tool_call", TOOL_SEARCH_CALL)
         closing = self._end("completed", follows_call)
         index = len(self._done)
         self._item = item = _Item(kind, f"{prefix}_{self.id}_{index}", index, fields)
@@ -171,6 +173,8 @@ class ResponsesStream(ReplyStream):
             return base | {"content": [self._part(item)] if done else [], "summary": [], **item.fields}
         if item.kind == "message":
             return base | {**item.fields, "content": [self._part(item)] if done else []}
+        if item.kind == TOOL_SEARCH_CALL:
+            return base | {**item.fields, "arguments": (status == "completed" and _found_arguments(text)) or {}}
         return base | {**item.fields, "input" if item.kind == "custom_tool_call" else "arguments": text}
 
     def _part(self, item: _Item) -> dict[str, Any]:
@@ -208,6 +212,8 @@ class ResponsesStream(ReplyStream):
             )
         elif item.kind == "custom_tool_call":
             events += self._event_bytes("response.custom_tool_call_input.done", {"input": text, **place})
+        elif item.kind == TOOL_SEARCH_CALL:
+            status = "incomplete" if _found_arguments(text) is None else status
         else:
             events += self._event_bytes("response.function_call_arguments.done", {"arguments": text, **place})
         if item.kind in ("reasoning", "message"):
@@ -285,6 +291,8 @@ class ResponsesStream(ReplyStream):
         return opening + self._delta("reasoning_text", self._item, event.text)
 
     def _tool_start(self, event: Event) -> bytes:
+        if event.name == "tool_search" and event.name in self.custom_tools:
+            return self._begin(TOOL_SEARCH_CALL, "tsc", {"call_id": event.id, "execution": "client"})
         if event.name in self.custom_tools:
             self._input = _CustomInput()
             return self._begin("custom_tool_call", "ctc", {"call_id": event.id, "name": event.name})
@@ -298,6 +306,9 @@ class ResponsesStream(ReplyStream):
         item = self._item
         if item.kind == "function_call":
             return self._delta("function_call_arguments", item, event.text)
+        if item.kind == TOOL_SEARCH_CALL:  # told whole, when it ends
+            item.text.append(event.text)
+            return b""
         text = self._input.push(event.text)
         return self._input_delta(item, text) if text else b""
 
@@ -344,15 +355,13 @@ class _CustomInput:
 
     def _match_prefix(self) -> int | None:
         """Where the string begins; -1: these arguments have another form; None: not decided."""
-        held = self._held
-        if len(held) < len(_INPUT_PREFIX):
-            return None if _INPUT_PREFIX.startswith(held) else -1
-        if not held.startswith(_INPUT_PREFIX):
-            return -1
-        rest = held[len(_INPUT_PREFIX) :].lstrip()
-        if not rest:
-            return None
-        return len(held) - len(rest) + 1 if rest[0] == '"' else -1
+        rest = self._held
+        for word in _INPUT_PREFIX:
+            rest = rest.lstrip(" \t\n\r")
+            if not rest.startswith(word):
+                return None if word.startswith(rest) else -1
+            rest = rest[len(word) :]
+        return len(self._held) - len(rest)
 
     def _string(self) -> str:
         """Decode the held JSON string up to its end or to an escape that is not whole."""
@@ -375,6 +384,15 @@ class _CustomInput:
                 at += 1
         text, self._held = held[:at], held[at:]
         return _unescape(text)
+
+
+def _found_arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a search; None when they are not an object."""
+    try:
+        value = loads(text)
+    except JSONError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _unescape(text: str) -> str:
