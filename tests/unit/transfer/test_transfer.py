@@ -21,6 +21,7 @@ from headrace.transfer import (
     PeerLost,
     TransferError,
     connect,
+    frames,
 )
 from headrace.transfer.memory import read_u64
 
@@ -181,14 +182,12 @@ async def test_tcp_owner_checks_ranges_before_it_places_a_byte():
 
 async def test_tcp_disarm_in_the_middle_of_a_frame_stops_it(eventually):
     """Half a frame has arrived when the ticket is revoked: the other half is thrown away, the connection lives on."""
-    from headrace.transfer import tcp
-
     owner = Memory("owner", kinds=("tcp",))
     owner.register("kv", 1000)
     await owner.start()
     peer = await connect(owner.address(), "w~-~1")
     owner.arm(1, {"kv": [(0, 1000)]})
-    peer.send(tcp.pack(tcp.Write(1, "kv", [(0, 1000)])) + b"x" * 400)
+    peer.send(frames.pack(frames.Write(1, "kv", [(0, 1000)])) + b"x" * 400)
     await eventually(lambda: owner.view("kv")[399] != 0)
     owner.disarm(1)
     peer.send(b"x" * 600)

@@ -23,7 +23,7 @@ from pathlib import Path
 from headrace.transfer import incarnation as incarnations
 from headrace.transfer.address import VERSION, Address, Region
 from headrace.transfer.errors import BadRange, OutOfSpace
-from headrace.transfer.tcp import Server
+from headrace.transfer.server import Server
 
 KINDS = ("shm", "tcp")  # best first
 FENCE_SLOTS = 1 << 16  # generations are counted up, so two that live at once share a slot only 65,536 tickets apart
