@@ -196,3 +196,20 @@ async def test_too_little_shared_memory_is_a_clear_error_at_start():
         process = await cluster.start("decode", *SIM, "--num-blocks", "1000000", "--sim-block-bytes", "1048576", ready=False)
         assert await asyncio.to_thread(process.popen.wait, 20) == 1
         assert "1,048,576,000,000 bytes of shared memory" in process.log and "--transports tcp" in process.log
+
+
+async def test_a_prompt_larger_than_a_bus_message():
+    """300,000 tokens are 1.2 MB of ids; the server takes 1 MB at a time (T21)."""
+    flags = (*SIM, "--max-model-len", "310000", "--num-blocks", "2600", "--sim-block-bytes", "256")
+    async with Cluster() as cluster:
+        await asyncio.gather(cluster.start("decode", *flags, "--slab-slots", "2"), cluster.start("prefill", *flags))
+        rng = random.Random(5)
+        ids = [rng.randrange(1000) for _ in range(300_000)]
+        result = await cluster.gateway.generate(ids, m.Sampling(max_tokens=3), deadline=60)
+        assert result.ok and result.usage.computed_rows == 300_000
+        assert result.ids == sim_answer(ids, SimConfig(num_blocks=2600, block_bytes=16, max_model_len=310_000), max_tokens=3)[0]
+        other = list(ids)
+        other[17] ^= 1
+        hashes = b"".join(BlockHasher("sim-b256-s1024", NAMESPACE).hashes(ids))
+        wrong = await cluster.gateway.generate(other, m.Sampling(max_tokens=3), hashes=hashes)
+        assert wrong.problem.code == "prefill_mismatch"

@@ -40,7 +40,8 @@ class EngineHost:
         self.engine = engine
         self.steps = 0
         self.last_step = time.monotonic()  # when a step last ended, or work last began
-        self._on_events, self._on_tick, self._tick = on_events, on_tick, tick
+        self.lag = self.worst_lag = 0.0  # seconds that a tick came too late: the loop was busy
+        self._on_events, self._on_tick, self._tick, self._due = on_events, on_tick, tick, 0.0
         self._threaded = engine.info.kind != "sim"
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="model") if self._threaded else None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -52,6 +53,7 @@ class EngineHost:
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stopped = False
+        self._due = self._loop.time() + self._tick
         self._timer = self._loop.call_later(self._tick, self._ticked)
 
     async def stop(self) -> None:
@@ -161,6 +163,10 @@ class EngineHost:
     def _ticked(self) -> None:
         if self._stopped:
             return
+        now = self._loop.time()
+        self.lag = max(0.0, now - self._due)
+        self.worst_lag = max(self.worst_lag, self.lag)
+        self._due = now + self._tick
         self._timer = self._loop.call_later(self._tick, self._ticked)
         try:
             self._on_tick()

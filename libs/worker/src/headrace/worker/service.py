@@ -342,6 +342,8 @@ class _WorkerCollector:
         for place in ("free", "used", "cached", "quarantined"):
             blocks.add_metric([service.role, service.engine.info.kind, place], getattr(pool, place))
         yield blocks
+        yield GaugeMetricFamily("headrace_loop_lag_seconds", "how late the last tick was", value=service.host.lag)
+        yield GaugeMetricFamily("headrace_loop_lag_worst_seconds", "how late a tick ever was", value=service.host.worst_lag)
         for name, value in service.engine.stats().items():
             yield GaugeMetricFamily(f"headrace_engine_{name}", f"engine: {name}", value=float(value))
         for name, value in service.store.counters.items():

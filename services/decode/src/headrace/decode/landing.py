@@ -32,6 +32,7 @@ class Landed:
     reservation: api.Reservation
     slot: int
     request: Any  # whose hand-off it is
+    checked: bool = False  # the content binding was compared
 
 
 class Landing:
@@ -45,11 +46,10 @@ class Landing:
         engine: api.Engine,
         slots: int,
         ttl: float,
-        verify: bool,
         tell: Callable[[Landed, Any], None],
     ) -> None:
         info = engine.info
-        self.memory, self.kv, self.engine, self.ttl, self.verify, self._tell = memory, kv, engine, ttl, verify, tell
+        self.memory, self.kv, self.engine, self.ttl, self._tell = memory, kv, engine, ttl, tell
         self.pool, self.block_bytes, self.slot_bytes = engine.pool, info.block_bytes, slab.slot_bytes(info)
         self.slab = memory.register("slab", slots * self.slot_bytes)
         self.mailbox = memory.register("mailbox", slots * MAILBOX_BYTES)
@@ -61,8 +61,9 @@ class Landing:
 
     # ------------------------------------------------------------ life of a ticket
 
-    def mint(self, bind: m.Bind, reservation: api.Reservation, request: Any, now: float) -> Landed | None:
-        """A ticket for memory that was just reserved; None when no slot is free. Never the same generation twice."""
+    def mint(self, bind: m.Bind, reservation: api.Reservation, request: Any, verify: bool, now: float) -> Landed | None:
+        """A ticket for memory that was just reserved; None when no slot is free. Never the same generation twice.
+        `verify`: `tell` gets Verify before Admit."""
         if not self.free_slots:
             return None
         slot, blocks, generation = self.free_slots.pop(), reservation.blocks, self.ledger.next_generation()
@@ -85,7 +86,7 @@ class Landing:
         )
         landed = self.landed[wire.ticket] = Landed(wire, bind.prefill, reservation, slot, request)
         nbytes = len(blocks) * self.block_bytes
-        made = owner.bind(generation, bind.writer, tuple(blocks), nbytes, self.ttl, now, self.verify)
+        made = owner.bind(generation, bind.writer, tuple(blocks), nbytes, self.ttl, now, verify)
         self._carry(landed, self.ledger.add(wire.ticket, *made), now)
         return landed
 

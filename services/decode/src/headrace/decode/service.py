@@ -87,9 +87,7 @@ class DecodeService(WorkerService):
 
     def prepare(self) -> None:
         slots = self.settings.slab_slots or min(self.engine.info.max_num_seqs, 64)
-        self.landing = Landing(
-            self.memory, self.kv, self.engine, slots, self.settings.ticket_seconds, self.settings.checksums, self._landing_says
-        )
+        self.landing = Landing(self.memory, self.kv, self.engine, slots, self.settings.ticket_seconds, self._landing_says)
 
     def load(self) -> m.Load:
         load = super().load()
@@ -227,7 +225,8 @@ class DecodeService(WorkerService):
         reservation = self.engine.reserve(key, request.hashes, message.prompt_tokens)
         if reservation is None:
             return m.Refused("full", f"no memory for {message.prompt_tokens} tokens now", self.load(), 0.02)
-        landed = self.landing.mint(message, reservation, request, now)
+        verify = self.settings.checksums or 4 * message.prompt_tokens > INLINE_BYTES
+        landed = self.landing.mint(message, reservation, request, verify, now)
         if landed is None:
             self.engine.abandon(reservation)
             self.engine.pool.release(reservation.blocks)
@@ -266,30 +265,42 @@ class DecodeService(WorkerService):
                 self._keep(asyncio.ensure_future(self._ask_status(landed)))
 
     async def _verify(self, landed: Landed, record: m.Commit) -> None:
-        """Compare every checksum, off the loop when there is much to read."""
+        """Compare what needs time to compare, off the loop when there is much to read."""
         small = record.nbytes + record.slab_bytes <= INLINE_BYTES
-        good = self._checksums_fit(landed, record) if small else await asyncio.to_thread(self._checksums_fit, landed, record)
+        good = self._is_whole(landed, record) if small else await asyncio.to_thread(self._is_whole, landed, record)
         self.landing.feed(landed.wire.ticket, events.Verified(good), time.monotonic())
 
-    def _checksums_fit(self, landed: Landed, record: m.Commit) -> bool:
-        if not record.checksums:
+    def _is_whole(self, landed: Landed, record: m.Commit) -> bool:
+        """Every checksum, if the writer gave them; and the content binding."""
+        if record.checksums:
+            want = array("I")
+            want.frombytes(record.checksums)
+            parts = [*self.landing.blocks_of(landed), self.landing.slab_of(landed, record.slab_bytes)]
+            if want.tolist() != [crc32(part) for part in parts]:
+                return False
+        try:
+            handoff = slab.unpack(self.landing.slab_of(landed, record.slab_bytes))
+        except ValueError:
             return False
-        want = array("I")
-        want.frombytes(record.checksums)
-        parts = [*self.landing.blocks_of(landed), self.landing.slab_of(landed, record.slab_bytes)]
-        return want.tolist() == [crc32(part) for part in parts]
+        landed.checked = self._binds(landed, handoff.ids)
+        return landed.checked
+
+    def _binds(self, landed: Landed, ids: Any) -> bool:
+        """These are the ids that the ticket was bound to."""
+        info, namespace = self.engine.info, landed.request.admit.namespace
+        return content_binding(info.layout_id, namespace, ids, (), info.checkpoint) == landed.wire.content
 
     def _run(self, landed: Landed, record: m.Commit) -> None:
         """The gate is open: everything is in our memory. What is not what was bound is an error, never an answer."""
         request: Request = landed.request
-        admit, info, now = request.admit, self.engine.info, time.monotonic()
+        admit, now = request.admit, time.monotonic()
         try:
             if not 0 < record.slab_bytes <= landed.wire.slab_bytes:
                 raise ValueError(f"the slab has room for {landed.wire.slab_bytes} bytes; the commit says {record.slab_bytes}")
             handoff = slab.unpack(self.landing.slab_of(landed, record.slab_bytes))
             if len(handoff.ids) != admit.prompt_tokens:
                 raise ValueError(f"the slab has {len(handoff.ids)} ids; {admit.prompt_tokens} were admitted")
-            if content_binding(info.layout_id, admit.namespace, handoff.ids, (), info.checkpoint) != landed.wire.content:
+            if not landed.checked and not self._binds(landed, handoff.ids):
                 raise ValueError("the slab's ids are not those that the ticket was bound to")
             handoff.state, handoff.hidden = bytes(handoff.state), bytes(handoff.hidden)  # the slot is free after this
             wanted = api.EngineRequest(

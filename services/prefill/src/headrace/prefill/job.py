@@ -35,6 +35,7 @@ class Job:
     task: asyncio.Task | None = None  # until everything is placed
     abort: Abort | None = None  # why `task` was cancelled
 
+    content: bytes = b""  # binding of the prompt
     pins: list[int] = field(default_factory=list)  # resident prefix
     fetched: int = 0  # blocks from the kvstore
     submitted: float = 0.0

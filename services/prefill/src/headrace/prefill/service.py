@@ -88,7 +88,7 @@ class PrefillService(WorkerService):
         if (refusal := self.not_ready()) is not None:
             return refusal
         if key in self.tombstones:
-            return m.Refused("stale", f"attempt {message.attempt} of {message.request} was cancelled")
+            return m.Refused("stale", f"attempt {message.attempt} of {message.request} is over")
         ids, info = m.unpack_ids(message.ids), self.engine.info
         if not 1 <= len(ids) < info.max_model_len:
             return m.Refused("invalid", f"the prompt has {len(ids)} tokens; 1 to {info.max_model_len - 1} fit")
@@ -103,12 +103,10 @@ class PrefillService(WorkerService):
             load = self.load()
             wait = queued / load.tokens_per_second if load.tokens_per_second else 0.01
             return m.Refused("busy", f"{queued} tokens wait; {limit} may", load, min(wait, 5.0))
-        hashes = self._hasher(message.namespace).hashes(message.ids)
-        if b"".join(hashes) != message.block_hashes:
-            return m.Refused(
-                "mismatch", f"the {len(hashes)} block hashes of this prompt differ from the {len(message.block_hashes) // 16} "
-                f"sent; hash with layout {info.layout_id}"
-            )  # fmt: skip
+        packed = message.block_hashes
+        hashes = [packed[i : i + m.HASH_BYTES] for i in range(0, len(packed), m.HASH_BYTES)]
+        if len(message.ids) <= INLINE_BYTES and (wrong := self._wrong_hashes(message)):
+            return m.Refused("mismatch", wrong)
         now = time.monotonic()
         job = Job(key, message, ids, hashes, now + message.deadline, now)
         self.jobs[key] = job
@@ -121,6 +119,7 @@ class PrefillService(WorkerService):
 
     async def _work(self, job: Job) -> None:
         """Everything up to the flag. The commit and what follows is the ticket's machine (`_carry`)."""
+        await self._identify(job)
         await self._lookup(job)
         self._submit(job)
         if job.may_bind is not None:
@@ -129,6 +128,27 @@ class PrefillService(WorkerService):
         await self._write_blocks(job)
         await self._write_rest(job)
         self._feed(job, events.Placed())
+
+    def _wrong_hashes(self, run: m.Run) -> str:
+        """What is wrong with the block hashes that came with a prompt; they would give its KV to other prompts."""
+        hashes = self._hasher(run.namespace).hashes(run.ids)
+        if b"".join(hashes) == run.block_hashes:
+            return ""
+        sent = len(run.block_hashes) // m.HASH_BYTES
+        layout = self.engine.info.layout_id
+        return f"the {len(hashes)} block hashes of this prompt differ from the {sent} sent; hash with layout {layout}"
+
+    async def _identify(self, job: Job) -> None:
+        """The content binding, and for long prompts the check of the hashes: nothing large is hashed on the loop."""
+        run, info = job.run, self.engine.info
+
+        def work() -> tuple[bytes, str]:
+            content = content_binding(info.layout_id, run.namespace, run.ids, (), info.checkpoint)
+            return content, self._wrong_hashes(run) if len(run.ids) > INLINE_BYTES else ""
+
+        job.content, wrong = work() if len(run.ids) <= INLINE_BYTES else await asyncio.to_thread(work)
+        if wrong:
+            raise Abort("mismatch", wrong)
 
     # ------------------------------------------------------------ lookup
 
@@ -219,9 +239,8 @@ class PrefillService(WorkerService):
 
     def _bind_message(self, job: Job) -> m.Bind:
         info, run = self.engine.info, job.run
-        content = content_binding(info.layout_id, run.namespace, run.ids, (), info.checkpoint)
         return m.Bind(
-            run.request, run.attempt, self.instance, self.memory.incarnation, job.prompt_tokens, content, info.layout_id,
+            run.request, run.attempt, self.instance, self.memory.incarnation, job.prompt_tokens, job.content, info.layout_id,
             info.checkpoint, self.draft,
         )  # fmt: skip
 
@@ -520,7 +539,7 @@ class PrefillService(WorkerService):
             self.trace.event(job.run.request, "prefill.committed", ms=(time.monotonic() - job.placed) * 1e3)
         else:
             self.counters["cancelled"] += not job.reported
-            self.tombstones.add(job.key, time.monotonic())
+        self.tombstones.add(job.key, time.monotonic())  # a late duplicate of its run would be computed for nobody
         if self._unbound:
             self._let_bind()
 
