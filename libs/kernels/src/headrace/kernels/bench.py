@@ -55,8 +55,9 @@ def time_graph(calls: list) -> float:
 
 def measure_ceilings(device: torch.device) -> dict[str, float]:
     """copy: bytes/s read plus written; bf16, fp8: FLOP/s of an 8192-cubed product through torch."""
-    both = torch.randint(0, 256, (2, 1 << 31), dtype=torch.uint8, device=device)
-    copy = both.numel() / time_graph([lambda: both[1].copy_(both[0])])
+    both = torch.randn(2, 1 << 29, device=device)
+    ways = [lambda: both[1].copy_(both[0]), lambda: torch.mul(both[0], 1.0, out=both[1])]
+    copy = both.numel() * 4 / min(time_graph([way]) for way in ways)
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
     bf16 = 2 * 8192**3 / time_graph([lambda: a @ b])
     ceilings = {"copy": copy, "bf16": bf16}

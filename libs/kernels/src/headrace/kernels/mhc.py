@@ -9,7 +9,7 @@ collapse: u = sum_i pre_i X_i.  expand: X'_k = post_k o + sum_j comb[j, k] X_j. 
 
 import torch
 
-from headrace.kernels._triton import cdiv, processor_count, tl, to_bf16, triton
+from headrace.kernels._triton import cdiv, dot, processor_count, tl, to_bf16, triton
 
 STREAMS = 4
 COEFFICIENTS = 24
@@ -62,7 +62,7 @@ def mhc_pass(
     block = 64
     chunks = dim // block
     rows = cdiv(tokens, 16)
-    splits = max(1, min(chunks, 4 * processor_count() // max(rows, 1)))
+    splits = max(1, min(chunks, 16, 4 * processor_count() // max(rows, 1)))
     parts = torch.empty(splits, tokens, 32, dtype=torch.float32, device=x.device) if fn is not None else None
     o, post, comb = expand if expand is not None else (x, x, x)
     if tokens:
@@ -129,14 +129,24 @@ def _mhc_kernel(
         if MIX:
             f = fn_ptr + coefficient[None, :] * (4 * dim) + column[:, None]
             keep = (coefficient < 24)[None, :]
-            acc = tl.dot(x0, tl.load(f, mask=keep, other=0.0), acc, input_precision="tf32x3")
-            acc = tl.dot(x1, tl.load(f + dim, mask=keep, other=0.0), acc, input_precision="tf32x3")
-            acc = tl.dot(x2, tl.load(f + 2 * dim, mask=keep, other=0.0), acc, input_precision="tf32x3")
-            acc = tl.dot(x3, tl.load(f + 3 * dim, mask=keep, other=0.0), acc, input_precision="tf32x3")
+            acc = _project(x0, f, keep, acc)
+            acc = _project(x1, f + dim, keep, acc)
+            acc = _project(x2, f + 2 * dim, keep, acc)
+            acc = _project(x3, f + 3 * dim, keep, acc)
             squares += tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1)
     if MIX:
         row = part_ptr + (split.to(tl.int64) * tokens + token)[:, None] * 32 + coefficient[None, :]
         tl.store(row, tl.where((coefficient == 24)[None, :], squares[:, None], acc), mask=live[:, None])
+
+
+@triton.jit
+def _project(x, f, keep, acc):
+    """acc + x fn^T for x fp32 [T, D] that holds bf16 values: fn as the sum of two bf16, 16 bits of it in all."""
+    fn = tl.load(f, mask=keep, other=0.0)
+    high = to_bf16(fn)
+    low = to_bf16(fn - high.to(tl.float32))
+    x = x.to(tl.bfloat16)
+    return dot(x, low, dot(x, high, acc))
 
 
 @triton.jit

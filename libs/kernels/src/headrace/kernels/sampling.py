@@ -2,8 +2,9 @@
 
 Order per row: penalties on seen tokens, grammar mask, temperature, top-k, top-p of what is left, min-p. Tokens equal to the
 k-th or to the last of the top-p mass are all kept, so the kept set is a threshold on the logit and independent of token
-order. Temperature 0 takes the best logit, the lower id of equals. Noise is a counter-based hash of (key, token id): a draw
-depends on nothing else, and a key is made of (seed, choice, position, purpose). Logprobs are of the raw logits.
+order. Temperature 0 takes the best logit, the lower id of equals. Noise is a counter-based hash (MurmurHash3 and lowbias32
+finalisers) of (key, token id): a draw depends on nothing else, and a key is made of (seed, choice, position, purpose).
+Logprobs are of the raw logits.
 Drafts are verified by speculative sampling (Leviathan et al. 2023): accept with min(1, p / q), else draw from max(p - q, 0).
 """
 
@@ -57,20 +58,15 @@ def _splitmix(z: int) -> int:
 
 
 def uniform_reference(key: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """key int64 [T, 1], token int64 [V] -> fp32 in (0, 1) [T, V]: the top 24 bits of SplitMix64(key + token * golden)."""
-    z = key + (token + 1) * _signed(_GOLDEN)
-    z = (z ^ _shift(z, 30)) * _signed(_MIX1)
-    z = (z ^ _shift(z, 27)) * _signed(_MIX2)
-    return (_shift(z ^ _shift(z, 31), 40).float() + 0.5) * 2.0**-24
-
-
-def _signed(z: int) -> int:
-    return z - (1 << 64) if z >> 63 else z
-
-
-def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    """key int64 [T, 1], token int64 [V] -> fp32 in (0, 1) [T, V]: 24 bits of two 32-bit finalisers, one per half of key."""
+    word = 0xFFFFFFFF
+    h = ((token * 0x9E3779B1) & word) ^ (key & word)
+    for shifts, factors, then in (((16, 13, 16), (0x85EBCA6B, 0xC2B2AE35), (key >> 32) & word),
+                                  ((16, 15, 16), (0x7FEB352D, 0x846CA68B), 0)):  # fmt: skip
+        for shift, factor in zip(shifts, (*factors, 1), strict=True):
+            h = ((h ^ (h >> shift)) * factor) & word
+        h = h ^ then
+    return ((h >> 8).float() + 0.5) * 2.0**-24
 
 
 def processed_logits_reference(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
@@ -150,18 +146,14 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, ...]
 @triton.jit
 def _uniform(key, token):
     """int64 key and tokens -> fp32 in (0, 1); see `uniform_reference`."""
-    z = key.to(tl.uint64, bitcast=True) + (token + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    z = (z ^ (z >> 31)) >> 40
-    return (z.to(tl.int32).to(tl.float32) + 0.5) * 5.9604644775390625e-08
-
-
-@triton.jit
-def _from_key(key):
-    """The inverse of `sort_key`."""
-    raw = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, ~key)
-    return raw.to(tl.float32, bitcast=True)
+    h = (token.to(tl.uint32) * 0x9E3779B1) ^ (key & 0xFFFFFFFF).to(tl.uint32)
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    h = h ^ (h >> 16) ^ ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    h = h ^ (h >> 16)
+    return ((h >> 8).to(tl.int32).to(tl.float32) + 0.5) * 5.9604644775390625e-08
 
 
 @triton.jit
@@ -178,7 +170,7 @@ def _sample_kernel(
     # Raw log-sum-exp for logprobs, and the processed copy where anything changes.
     raw_top = tl.full([], float("-inf"), tl.float32)
     raw_sum = tl.zeros([], tl.float32)
-    for begin in range(0, vocabulary, BLOCK):
+    for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
         at = begin + tl.arange(0, BLOCK)
         x = tl.load(raw + at, mask=at < vocabulary, other=float("-inf"))
         new_top = tl.maximum(raw_top, tl.max(x, 0))
@@ -205,7 +197,7 @@ def _sample_kernel(
     top = raw_top
     if HAS_SEEN or HAS_MASK:
         top = tl.full([], float("-inf"), tl.float32)
-        for begin in range(0, vocabulary, BLOCK):
+        for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
             at = begin + tl.arange(0, BLOCK)
             top = tl.maximum(top, tl.max(tl.load(logits + at, mask=at < vocabulary, other=float("-inf")), 0))
     limit = tl.full([], 0x00800000, tl.uint32)  # the key of the lowest finite value: drops -inf
@@ -242,7 +234,7 @@ def _sample_kernel(
     winner = tl.zeros([], tl.int32)
     total = tl.zeros([], tl.float32)
     lowest = tl.full([], float("inf"), tl.float32)
-    for begin in range(0, vocabulary, BLOCK):
+    for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
         at = begin + tl.arange(0, BLOCK)
         x = tl.load(logits + at, mask=at < vocabulary, other=float("-inf"))
         kept = (sort_key(x) >= limit) & (at < vocabulary)
@@ -266,7 +258,7 @@ def _sample_kernel(
 def _mass(logits, limit, top, inverse, vocabulary, BLOCK: tl.constexpr):
     """sum of exp((l - top) / temperature) over tokens whose key is at least limit."""
     total = tl.zeros([], tl.float32)
-    for begin in range(0, vocabulary, BLOCK):
+    for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
         at = begin + tl.arange(0, BLOCK)
         x = tl.load(logits + at, mask=at < vocabulary, other=float("-inf"))
         total += tl.sum(tl.where(sort_key(x) >= limit, tl.exp((x - top) * inverse), 0.0), 0)
@@ -397,7 +389,7 @@ def _residual_kernel(
     key = tl.load(key_ptr + q_at)
     best = tl.full([], float("-inf"), tl.float32)
     winner = tl.zeros([], tl.int32) - 1
-    for begin in range(0, vocabulary, BLOCK):
+    for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
         at = begin + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + t * vocabulary + at, mask=at < vocabulary, other=float("-inf"))
         y = tl.load(q_logits_ptr + q_at * vocabulary + at, mask=at < vocabulary, other=float("-inf"))

@@ -1,12 +1,15 @@
 """Exact top-k of long rows: the k largest scores, ties to the lower position, positions in ascending order.
 
-Radix selection on order-preserving keys: four histograms of eight bits find the k-th key, a last pass writes the
-positions. One program walks a row, so a result never depends on other rows. NaN is not a score.
+Selection on order-preserving keys. A row of up to 65,536 scores stays in the registers of one program, which finds the
+k-th key bit by bit; a longer row is walked, four histograms of eight bits finding the key. A last pass writes positions.
+One program a row, so a result never depends on other rows. NaN is not a score.
 """
 
 import torch
 
-from headrace.kernels._triton import tl, triton
+from headrace.kernels._triton import INTERPRETED, tl, triton
+
+RESIDENT = 65536 if not INTERPRETED else 512
 
 
 def topk_reference(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
@@ -29,10 +32,17 @@ def topk(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> t
     rows, n = scores.shape
     out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     if rows:
-        block = min(8192, max(256, 1 << max(n - 1, 0).bit_length()))
+        whole = max(256, 1 << max(n - 1, 0).bit_length())
+        if whole <= RESIDENT:
+            _resident_kernel[(rows,)](
+                scores, lengths if lengths is not None else out, out, n, scores.stride(0), k,
+                HAS_LENGTHS=lengths is not None, BLOCK=whole, num_warps=max(4, min(32, whole // 1024)),
+            )  # fmt: skip
+            return out
+        block = 8192
         _topk_kernel[(rows,)](
             scores, lengths if lengths is not None else out, out, n, scores.stride(0), k,
-            HAS_LENGTHS=lengths is not None, BLOCK=block, num_warps=8 if block > 1024 else 4,
+            HAS_LENGTHS=lengths is not None, BLOCK=block, num_warps=8,
         )  # fmt: skip
     return out
 
@@ -53,7 +63,7 @@ def kth_key(pointer, n, k, BLOCK: tl.constexpr):
     for level in tl.static_range(4):
         shift = 24 - 8 * level
         counts = tl.zeros([256], tl.int32)
-        for begin in range(0, n, BLOCK):
+        for begin in tl.range(0, n, BLOCK, num_stages=3):
             at = begin + tl.arange(0, BLOCK)
             key = sort_key(tl.load(pointer + at, mask=at < n, other=float("-inf")))
             match = at < n
@@ -66,6 +76,35 @@ def kth_key(pointer, n, k, BLOCK: tl.constexpr):
         need -= tl.sum(tl.where(here, greater, 0), 0)
         prefix = prefix | (digit.to(tl.uint32) << shift)
     return prefix, need
+
+
+@triton.jit
+def _resident_kernel(
+    score_ptr, length_ptr, out_ptr, n, stride, k, HAS_LENGTHS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    out_ptr += row * k
+    if HAS_LENGTHS:
+        n = tl.load(length_ptr + row)
+    at = tl.arange(0, BLOCK)
+    score = tl.load(score_ptr + row * stride + at, mask=at < n, other=float("-inf"))
+    key = tl.where(score > float("-inf"), sort_key(score), 0)  # 0: not to be taken
+    limit = tl.zeros([], tl.uint32)
+    bit = tl.full([], 0x80000000, tl.uint32)
+    for _ in range(32):  # the largest limit that at least k keys reach
+        trial = limit | bit
+        if tl.sum((key >= trial).to(tl.int32), 0) >= k:
+            limit = trial
+        bit = bit >> 1
+    need = k - tl.sum((key > limit).to(tl.int32), 0)
+    equal = (key == limit).to(tl.int32)
+    chosen = (key > 0) & ((key > limit) | ((equal == 1) & (tl.cumsum(equal, 0) <= need)))
+    order = tl.cumsum(chosen.to(tl.int32), 0)
+    tl.store(out_ptr + order - 1, at, mask=chosen)
+    taken = tl.max(order, 0)
+    for begin in range(0, k, 256):
+        behind = begin + tl.arange(0, 256)
+        tl.store(out_ptr + behind, tl.full([256], -1, tl.int32), mask=(behind >= taken) & (behind < k))
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from headrace.kernels._triton import INTERPRETED
 def sparse_attention(layout: str, dim: int) -> dict[str, int]:
     if INTERPRETED:
         return {"BLOCK_N": 16, "STAGES": 1, "num_warps": 4}
-    return {"BLOCK_N": 64, "STAGES": 3, "num_warps": 8}
+    return {"BLOCK_N": 64, "STAGES": 1 if layout == "bf16" and dim == 576 else 3, "num_warps": 8}
 
 
 def mla_decode(layout: str, rows: int) -> dict[str, int]:
