@@ -325,6 +325,21 @@ async def test_tcp_needs_the_key_and_the_right_incarnation():
         await connect(address.encode(), "w~-~1")
 
 
+async def test_who_does_not_introduce_himself_is_cut_off(monkeypatch, eventually):
+    monkeypatch.setattr("headrace.transfer.server.HELLO", 0.05)
+    owner = Memory("owner", kinds=("tcp",))
+    await owner.start()
+    address = Address.decode(owner.address())
+    peer = await connect(owner.address(), "w~-~1")
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+    await writer.wait_closed()
+    assert owner.stats()["connections"] == 1 and not peer.closed  # those who did stay
+    await peer.close()
+    await owner.close()
+
+
 async def test_links_open_once_and_replace_a_lost_peer():
     owner = Memory("owner", kinds=("tcp",))
     owner.register("kv", 10)

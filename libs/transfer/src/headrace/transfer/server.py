@@ -33,6 +33,7 @@ from headrace.transfer.frames import (
 )
 
 PENDING_READS = 64  # per connection, before the server stops listening to it
+HELLO = 5.0  # seconds until a connection must have introduced itself
 STALL = 30.0  # seconds that the server waits for a reader who does not read
 
 
@@ -77,12 +78,15 @@ class Owned(Connection):
         self._refused: OrderedDict[int, str] = OrderedDict()  # generation -> why
         self._reads: deque[Read] = deque()
         self._reader: asyncio.Task | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
         self.server.connections.add(self)
+        self._timer = asyncio.get_running_loop().call_later(HELLO, self.abort, "did not introduce itself")
 
     def lost(self) -> None:
+        self._timer.cancel()
         self.server.connections.discard(self)
         if self._reader:
             self._reader.cancel()
@@ -110,6 +114,7 @@ class Owned(Connection):
         if not isinstance(frame, Hello) or not hmac.compare_digest(frame.key, self.server.key):
             raise PermissionError("not introduced with this memory's key")
         self.incarnation = frame.incarnation
+        self._timer.cancel()
         self._answer(Welcome(self.server.memory.incarnation))
 
     def _write(self, frame: Write):

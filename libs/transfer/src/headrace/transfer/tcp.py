@@ -70,6 +70,9 @@ class TcpPeer(Connection):
             raise DeadlineExceeded(f"{address.instance} at {address.host}:{address.port} did not answer in time") from error
         except OSError as error:
             raise PeerLost(f"can't reach {address.instance} at {address.host}:{address.port}: {error}") from error
+        except asyncio.CancelledError:
+            await peer.close()
+            raise
         if found != address.incarnation:
             await peer.close()
             raise PeerLost(
