@@ -54,6 +54,7 @@ class Job:
     renewed: float = 0.0
     written: int = 0  # blocks below this are in the owner's memory
     nbytes: int = 0
+    by: str = ""  # how the bytes went: shm | tcp
     lookup_seconds: float = 0.0
     write_seconds: float = 0.0
     record: m.Commit | None = None  # the commit, once everything is placed

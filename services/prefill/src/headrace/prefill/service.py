@@ -269,6 +269,7 @@ class PrefillService(WorkerService):
         error, ended = "", None
         try:
             peer = await self.links.get(job.memory, timeout=max(0.05, min(2.0, deadline - started)))
+            job.by = peer.kind
             await operation(peer, deadline)
         except GenerationRefused as refused:  # the owner ended the ticket, and told whom it concerns
             ended = Abort("", str(refused))
@@ -333,7 +334,9 @@ class PrefillService(WorkerService):
             ticket.ticket, job.run.request, job.run.attempt, ticket.generation, job.nbytes, len(data), checksums,
             self._usage(job), self._timing(job),
         )  # fmt: skip
-        self.trace.event(job.run.request, "prefill.written", ms=job.write_seconds * 1e3, bytes=job.nbytes + len(data))
+        self.trace.event(
+            job.run.request, "prefill.written", ms=job.write_seconds * 1e3, bytes=job.nbytes + len(data), by=job.by
+        )
 
     async def _checksums(self, job: Job, data: bytes) -> bytes:
         size, table = self.engine.info.block_bytes, job.table[job.ticket.first_block :]
