@@ -201,6 +201,19 @@ def test_choices_do_not_depend_on_each_other(model, requests, alone):
     assert len({tuple(c.ids) for c in together.choices}) == 3
 
 
+def test_bounded_cold_prompts_do_not_depend_on_the_way(checkpoint, requests):
+    """The decoder's floor is absolute: other cuts, a batch or a preemption change no bit in class `bounded` either."""
+    model = load_model(checkpoint, numerics="bounded", batch_invariant=True)
+    some = [r for r in requests if len(r.ids) in (127, 128, 256, 391, 512)]
+    plain = engine(model, prefix_caching=False)
+    reference = {r.request: Said.of(collect(plain, [r])[0]) for r in some}
+    for config in ({"chunk_tokens": ODD_CHUNKS, "max_num_batched_tokens": 100}, {"num_blocks": 12}):
+        core = engine(model, prefix_caching=False, **config)
+        core.ledger.room = lambda blocks, core=core: core.pool.available >= blocks
+        assert {a.request: Said.of(a) for a in collect(core, some)} == reference
+        assert (core.stats()["preemptions"] > 0) == ("num_blocks" in config)
+
+
 def test_bounded_hits_with_a_snapshot_are_exact_and_those_with_replay_are_near(checkpoint, requests):
     """Class `bounded` is an approximation where it says so: compare log-probabilities of the same first token."""
     model = load_model(checkpoint, numerics="bounded", batch_invariant=True)
