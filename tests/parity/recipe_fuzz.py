@@ -6,6 +6,7 @@ Prints one line per kind and the first differing cases; the exit status is 1 whe
 """
 
 import argparse
+import copy
 import json
 import random
 import sys
@@ -101,7 +102,7 @@ def run(kind: str, cases: int, seed: int, show: int = 3) -> int:
         if ours != theirs:
             bad += 1
             if bad <= show:
-                print(f"--- {kind} seed {seed} case {i}: {json.dumps(case, ensure_ascii=False)[:3000]}")
+                print(f"--- {kind} seed {seed} case {i}: {json.dumps(case, ensure_ascii=False, default=repr)[:3000]}")
                 print(f"  ours   {difference(ours, theirs)}\n  theirs {difference(theirs, ours)}")
     return bad
 
@@ -894,6 +895,86 @@ def encode_case(rng: random.Random) -> tuple:
     return (version, spec), [oracle.encode_ours(version, ours), oracle.encode_ours(version, ours)], [ids, ids]
 
 
+WILD: list = [None, True, False, 0, -1, 1.5, 1e308, 2**64, -(2**70), "", "x", "json", "\ud800", "<｜image｜>", [], [[]], [1]]
+WILD += [
+    ["a"],
+    {},
+    {"a": 1},
+    {"type": "x"},
+    {"type": []},
+    {"role": "user"},
+    [{}],
+    [None],
+    "data:image/png;base64,AA",
+    "http://[x",
+]
+EXTRAS = ["type", "role", "content", "name", "tools", "id", "strict", "min_tokens", "top_k", "stop_token_ids", "guided_json"]
+EXTRAS += ["chat_template_kwargs", "structured_outputs", "max_completion_tokens", "user", "n"]
+BYTES = b'"{}[]:,0-eE.\\tnul\xff\x00 \xed\xa0'
+SCRAPS = [b"null", b"1e999", b"\\ud800", b"[[[[", b'{"":', b"-0", b"99999999999999999999"]
+
+
+def completions_body(rng: random.Random) -> dict:
+    body: dict = {"model": rng.choice(MODELS), "prompt": rng.choice(["a", ["a"], [1, 2], [[1]]])}
+    for name, values in (("max_tokens", [3]), ("logprobs", [1]), ("n", [2]), ("suffix", ["x"]), ("stream", [True])):
+        maybe(rng, 0.5, body, name, values)
+    return body
+
+
+def wild(rng: random.Random, body: dict) -> None:
+    """A few values changed, deleted or added, anywhere."""
+    for _ in range(rng.randint(1, 3)):
+        places = [container for container in containers(body) if container]
+        if not places:
+            return
+        place, way = rng.choice(places), rng.random()
+        key = rng.choice(list(place)) if isinstance(place, dict) else rng.randrange(len(place))
+        if way < 0.6:
+            place[key] = copy.deepcopy(rng.choice(WILD))
+        elif isinstance(place, list):
+            place.append(copy.deepcopy(rng.choice(place)))
+        elif way < 0.8:
+            del place[key]
+        else:
+            place[rng.choice(EXTRAS)] = copy.deepcopy(rng.choice(WILD))
+
+
+def containers(value: object) -> list:
+    if not isinstance(value, dict | list):
+        return []
+    inner = value.values() if isinstance(value, dict) else value
+    return [value] + [found for item in inner for found in containers(item)]
+
+
+def garble(rng: random.Random, data: bytes) -> bytes:
+    """A few bytes changed, cut, doubled or put in."""
+    out = bytearray(data)
+    for _ in range(rng.randint(1, 3)):
+        at, way = rng.randrange(len(out) + 1), rng.random()
+        if way < 0.4:
+            out[at : at + 1] = bytes([rng.choice(BYTES)])
+        elif way < 0.6:
+            del out[at : at + rng.randint(1, 20)]
+        elif way < 0.8:
+            out[at:at] = out[at : at + rng.randint(1, 30)]
+        else:
+            out[at:at] = rng.choice(SCRAPS)
+    return bytes(out)
+
+
+def bodies_case(rng: random.Random) -> tuple:
+    """A spoilt body in any protocol and dialect: accepted and rendered, or refused with a 4xx and a body of JSON."""
+    protocol, make = rng.choice(list(BODIES.items()))
+    body = make(rng)
+    if rng.random() < 0.5:
+        wild(rng, body)
+        data = json.dumps(body).encode()
+    else:
+        data = garble(rng, json.dumps(body).encode()) if rng.random() < 0.9 else rng.randbytes(rng.randint(0, 200))
+    return (protocol, data), oracle.outcome(protocol, data, rng.choice(["open", "official"])), "clean"
+
+
+BODIES = {"chat": chat_body, "responses": responses_body, "messages": messages_body, "completions": completions_body}
 KINDS: dict[str, Callable[[random.Random], tuple]] = {
     "render": render_case,
     "encode": encode_case,
@@ -902,6 +983,7 @@ KINDS: dict[str, Callable[[random.Random], tuple]] = {
     "convert_chat": convert_case("chat", chat_body),
     "convert_responses": convert_case("responses", responses_body),
     "convert_messages": convert_case("messages", messages_body),
+    "bodies": bodies_case,
     "stream_chat": stream_case("chat"),
     "stream_responses": stream_case("responses"),
     "stream_messages": stream_case("messages"),

@@ -23,7 +23,7 @@ from headrace.recipe import (
 )
 from headrace.recipe.errors import RecipeError, ShapeError
 from headrace.recipe.images import preprocess
-from headrace.recipe.protocol import ConversionOptions, chat, messages, responses
+from headrace.recipe.protocol import ConversionOptions, chat, completions, messages, responses
 from headrace.recipe.render import template
 from headrace.recipe.stream import ChatStream, MessagesStream, ParsingOptions, ReplyStream, ResponsesStream, StreamParser, Usage
 from headrace.recipe.stream.responses import default_echo
@@ -156,6 +156,20 @@ def _png(size: tuple[int, int]) -> bytes:
     data = io.BytesIO()
     Image.new("RGB", size, (200, 30, 30)).save(data, "PNG", compress_level=1)
     return data.getvalue()
+
+
+def outcome(protocol: str, data: bytes, dialect: str) -> str:
+    """ "clean" when the body is accepted and can be rendered, or refused as a client's mistake."""
+    parse = completions.parse if protocol == "completions" else PARSERS[protocol][0]
+    try:
+        parsed = parse(data, ConversionOptions(dialect=dialect))
+        _TEMPLATES[parsed.version].render(parsed.conversation)
+    except RecipeError as error:
+        bodies = [json.loads(error.body(name, dialect)) for name in ("chat", "messages")]
+        return "clean" if 400 <= error.status < 500 and all("error" in body for body in bodies) else f"{error.status} {error}"
+    except Exception as error:
+        return repr(error)
+    return "clean"
 
 
 def stream_request(protocol: str, spec: dict) -> dict:

@@ -19,6 +19,7 @@ COUNTS = {
     "convert_chat": 500,
     "convert_responses": 300,
     "convert_messages": 300,
+    "bodies": 500,
     "stream_chat": 120,
     "stream_responses": 120,
     "stream_messages": 120,

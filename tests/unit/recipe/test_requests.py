@@ -161,6 +161,7 @@ def test_dropped_searches():
         )
 
 
+FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 SEEDS = [
     json.dumps(
         body(tools=[TOOL], tool_choice="auto", stop=["a"], stream=True, stream_options={"include_usage": True})
@@ -180,6 +181,16 @@ SEEDS = [
                 {"role": "user", "content": "x"},
                 {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
                 {"type": "function_call_output", "call_id": "a", "output": "o"},
+            ],
+        }
+    ).encode(),
+    json.dumps(
+        {
+            "model": MODEL,
+            "tools": [{"type": "tool_search", "execution": "client"}, {"type": "namespace", "name": "n", "tools": [FUNCTION]}],
+            "input": [
+                {"type": "tool_search_call", "call_id": "a", "arguments": {"q": 1}},
+                {"type": "tool_search_output", "call_id": "a", "tools": [{**FUNCTION, "name": "g"}, {"type": "web_search"}]},
             ],
         }
     ).encode(),

@@ -54,7 +54,7 @@ def test_v4_and_no_tools_leave_the_schemas_out():
 )
 def test_a_search_is_told_whole(tokenizer, value, arguments, status):
     output = (
-        "<｜DSML｜ calls>\n<｜DSML｜ invoke name=\"tool_search\">\n"
+        '<｜DSML｜ calls>\n<｜DSML｜ invoke name="tool_search">\n'
         '<｜DSML｜ parameter name="q" string="true">a</｜DSML｜ parameter>\n'
         f'<｜DSML｜ parameter name="n" string="false">{value}</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls>'
     )

@@ -235,8 +235,8 @@ def _refusals() -> dict[str, Any]:
     costs, growth = {}, {}
     for name, make in REFUSALS.items():
         small, large = make(MEGABYTE // 4), make(MEGABYTE)
-        costs[name] = _best(lambda body=large: refuse(body), rounds=4)
-        growth[name] = round(costs[name] / max(_best(lambda body=small: refuse(body), rounds=4), 1000.0), 2)
+        costs[name] = _best(lambda body=large: refuse(body), rounds=8)
+        growth[name] = round(costs[name] / max(_best(lambda body=small: refuse(body), rounds=8), 1000.0), 2)
     return {
         "refusal_us_per_mb": costs,
         "refusal_worst_us_per_mb": max(costs.values()),
