@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ from headrace.cli.system import shm_dir
 
 START_BUDGET = 90.0  # seconds until the ready line; a first checkpoint and a loaded machine included
 PROMPT = " ".join(f"The {n}th bucket of the wheel takes its water and turns." for n in range(40))
+
+
+class Refused(Exception):
+    """An answer other than 200: status, body."""
 
 
 @dataclass
@@ -48,12 +53,16 @@ class Up:
         return headrace(*argv, "--state-dir", str(self.state.path))
 
     def post(self, path: str, body: dict, **headers: str) -> tuple[dict, dict]:
-        """-> (answer, its headers)."""
+        """-> (answer, its headers). Refused says with what the gateway refused."""
         request = urllib.request.Request(
             self.running.url + path, json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer), dict(answer.headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer), dict(answer.headers)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise Refused(error.code, error.read().decode()) from None
 
 
 def headrace(*argv: str, timeout: float = 60) -> subprocess.CompletedProcess:
@@ -265,7 +274,7 @@ def test_killed_process_is_named_and_started_again(up, victim):
             continue
         try:
             answer, _ = up.post("/v1/chat/completions", chat())
-        except OSError:
+        except (OSError, Refused):
             continue
         break
     assert answer["usage"]["completion_tokens"] == 8
