@@ -155,6 +155,25 @@ async def test_death_before_output_goes_elsewhere_unnoticed(bare):
     await quiet(bare)
 
 
+async def test_an_answer_that_is_not_streamed_survives_a_death_in_mid_output(bare):
+    """Nothing of it has left yet, so it may come again from another worker; the seed makes it the same."""
+    first = await bare.add_decode()
+    await bare.add_prefill()
+    await bare.start_gateway()
+    await bare.ready()
+    first.hold_at = 4
+    task = asyncio.create_task(bare.post(chat(n=2)))
+    await eventually(lambda: first.done and len(next(iter(first.done.values()))) == 4)
+    second = await bare.add_decode()
+    await bare.ready(1, 2)
+    first.vanish()
+    status, _, reply = await task
+    assert status == 200 and [c["message"]["content"] for c in reply["choices"]] == [TEXT, TEXT]
+    assert reply["usage"]["completion_tokens"] == 2 * len(bare.script)
+    assert second.admits[0].sampling == first.admits[0].sampling
+    await quiet(bare)
+
+
 @pytest.mark.parametrize("how", ["vanish", "mute"])
 async def test_death_in_mid_stream_is_an_error_event_within_a_second(cluster, how):
     decode = cluster.decodes[0]

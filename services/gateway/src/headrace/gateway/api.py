@@ -24,7 +24,7 @@ from headrace.kv.hashing import BlockHasher
 from headrace.recipe.errors import RecipeError
 from headrace.recipe.jsontext import JSONError, compact, loads
 from headrace.recipe.protocol import ParsedRequest
-from headrace.recipe.stream import Usage
+from headrace.recipe.stream import ReplyStream, Usage
 
 from . import errors
 from .auth import Auth
@@ -157,11 +157,17 @@ class Api:
     def _reply(self, call: Call, parsed: ParsedRequest, prompts: list[array]) -> Reply:
         settings, endpoint, exchange = self._settings, call.endpoint, call.exchange
         context = Context(self._gateway.models.tokenizer, exchange.request_id, int(time.time()), prompts, settings)
-        streams = endpoint.streams(parsed, context)
-        for number, stream in enumerate(streams):  # protocols that open with usage show what is known by then
-            stream.usage = Usage(len(prompts[number // parsed.sampling.n]))
+
+        def make() -> list[ReplyStream]:
+            streams = endpoint.streams(parsed, context)
+            for number, stream in enumerate(streams):  # protocols that open with usage show what is known by then
+                stream.usage = Usage(len(prompts[number // parsed.sampling.n]))
+            return streams
+
         collect = None if parsed.stream else endpoint.collect
-        return Reply(exchange, streams, endpoint.protocol, settings.dialect, collect, len(prompts))
+        reply = Reply(exchange, make(), endpoint.protocol, settings.dialect, collect, len(prompts))
+        reply.remake = make
+        return reply
 
     def _record(
         self, call: Call, parsed: ParsedRequest, group: Group, namespace: bytes, ids: array, sink: Part

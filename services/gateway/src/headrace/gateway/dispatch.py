@@ -47,6 +47,9 @@ class Sink(Protocol):
     def end(self, usage: m.Usage) -> None:
         """Every choice is over, and this is what the request took."""
 
+    def restart(self) -> bool:
+        """Forget all output, if none of it has left: it will come again from another worker. -> whether that was possible"""
+
     def tick(self, now: float, silence: float) -> None:
         """Called now and then; a stream that was silent for so many seconds may say that it lives."""
 
@@ -91,18 +94,26 @@ class Record:
         self.deadline = self.received + seconds
         self.attempt = 0  # numbers every try, also refused ones
         self.losses = 0  # attempts that were accepted and then lost
-        self.choices = [Choice() for _ in range(sampling.n)]
-        self.left = sampling.n  # choices that still have output to come
-        self.open = sampling.n  # choices that decode has not finished
+        self.choices: list[Choice] = []
+        self.left = 0  # choices that still have output to come
+        self.open = 0  # choices that decode has not finished
         self.usage: m.Usage | None = None
         self.queued = 0.0  # since when it waits in line; 0: it does not
-        self.emitted = False
+        self.emitted = False  # the running attempt has given output
         self.ended = False
         self.outcome: asyncio.Future[str] | None = None  # of the running attempt: "done" or "retry"
         self.prefill: Worker | None = None
         self.decode: Worker | None = None
         self.watching: tuple[str, ...] = ()
         self.settled = 0.0  # all text is out; decode's last word with the usage is awaited until then
+
+        self.expect_output()
+
+    def expect_output(self) -> None:
+        """From the first token on; again for every attempt."""
+        self.choices = [Choice() for _ in range(self.sampling.n)]
+        self.left = self.open = self.sampling.n
+        self.emitted, self.usage = False, None
 
     def remaining(self) -> float:
         return self.deadline - time.monotonic()
@@ -387,10 +398,8 @@ class Dispatcher:
             elif not record.ended:
                 try:
                     self._on_entry(record, entry, out.instance)
-                except Exception:  # of one request; the others in this message go on
-                    log.exception("output could not be handled", request=record.request)
-                    self._cancel_legs(record, "failed")
-                    self._fail(record, errors.internal())
+                except Exception:
+                    self._defect(record)
         if out.seq > seq + 1:  # messages were lost: whoever had tokens in them is behind and may never learn otherwise
             self.counters["gaps"] += 1
             self._resume_all(out.instance)
@@ -540,7 +549,16 @@ class Dispatcher:
         for record in list(self.records.values()):
             if instance in record.watching and not record.ended:
                 record.watching = tuple(name for name in record.watching if name != instance)
-                self._lost(record, instance, errors.worker_lost(role, why))
+                try:
+                    self._lost(record, instance, errors.worker_lost(role, why))
+                except Exception:
+                    self._defect(record)
+
+    def _defect(self, record: Record) -> None:
+        """Something broke here while one request was handled; the others go on."""
+        log.exception("request failed", request=record.request)
+        self._cancel_legs(record, "failed")
+        self._fail(record, errors.internal())
 
     def _leg_failed(self, record: Record, instance: str, problem: m.Problem) -> None:
         """A worker says that this attempt is over."""
@@ -554,8 +572,9 @@ class Dispatcher:
         """This attempt can't go on. The leg that is left is cancelled."""
         self._cancel_legs(record, "failed", but=instance)
         record.losses += 1
-        if record.emitted or record.losses >= self.settings.max_attempts:
+        if record.losses >= self.settings.max_attempts or (record.emitted and not record.sink.restart()):
             return self._fail(record, error)
+        record.expect_output()
         self.counters["retries"] += 1
         self.trace.event(record.request, "gateway.retry", None, attempt=record.attempt, lost=instance, why=error.message)
         self._let_go(record)

@@ -34,6 +34,7 @@ class Reply:
         "open",
         "parts",
         "protocol",
+        "remake",
         "streams",
         "usage",
     )
@@ -44,6 +45,7 @@ class Reply:
         self.failed: GatewayError | None = None
         self.usage: m.Usage | None = None  # of all parts, once everything is over
         self.first_token = 0.0
+        self.remake: Callable[[], list[ReplyStream]] | None = None  # fresh writers, for output that has to come again
         self.on_failure: Callable[[], None] = lambda: None
         self.buffer: list[bytes] = []
         self.open = self.parts = parts
@@ -93,10 +95,10 @@ class Reply:
 class Part:
     """A `Sink`: the output of one prompt."""
 
-    __slots__ = ("_last", "_reply", "_streams", "first")
+    __slots__ = ("_last", "_number", "_reply", "_streams", "first")
 
     def __init__(self, reply: Reply, number: int, streams: list[ReplyStream]):
-        self._reply, self._streams = reply, streams
+        self._reply, self._number, self._streams = reply, number, streams
         self.first = number == 0
         self._last: tuple[int, str] = (0, "stop")
 
@@ -121,6 +123,15 @@ class Part:
 
     def fail(self, error: GatewayError) -> None:
         self._reply.fail(error)
+
+    def restart(self) -> bool:
+        reply = self._reply
+        if reply.collect is None or reply.remake is None:
+            return False
+        width = len(self._streams)
+        self._streams = reply.remake()[self._number * width : (self._number + 1) * width]
+        reply.streams[self._number * width : (self._number + 1) * width] = self._streams
+        return True
 
     def flush(self) -> None:
         self._reply.flush()
