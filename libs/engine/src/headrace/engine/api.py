@@ -40,7 +40,7 @@ class EngineConfig:
     snapshot_bytes: int = 256 << 20  # state snapshots kept in host memory
     decode_snapshots: bool = True  # also at block boundaries of an output
     swap_bytes: int = 4 << 30  # host memory for sequences that were preempted
-    chunk_tokens: Sequence[int] = ()  # upper bounds of a prompt's first, second ... chunk, then from the start again
+    chunk_tokens: Sequence[int] = ()  # upper bounds of a prompt's first, second ... chunk, then from the start again: (512,)
     model_name: str = "headrace"
 
     def check(self, keep_rows: int = 0) -> None:

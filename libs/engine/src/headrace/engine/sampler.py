@@ -1,6 +1,6 @@
 """From logits to tokens: penalties, temperature, top-k, top-p, min-p, keyed noise, and the raw model's log-probabilities.
 
-    modified = logits with forbidden tokens at -inf, then penalties
+    modified = logits after penalties, forbidden tokens at -inf
     scores   = modified / temperature, cut to the top k, then to the smallest set with mass top_p, then to p >= min_p * p_max
     token    = argmax(scores + gumbel(seed, choice, position))          temperature 0: argmax(modified)
 
@@ -52,11 +52,13 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[
     greedy = [i for i, draw in enumerate(draws) if draw.greedy]
     plain = [i for i, draw in enumerate(draws) if not draw.greedy and not draw.filtered]
     filtered = [i for i, draw in enumerate(draws) if not draw.greedy and draw.filtered]
-    for rows, choose in ((greedy, _argmax), (plain, _draw), (filtered, _draw_filtered)):
-        for few in _portions(rows, logits):
-            part = modified if len(few) == len(draws) else modified[few]
-            for row, token in zip(few, choose(part, [draws[i] for i in few]), strict=True):
-                tokens[row] = token
+    portions = [(greedy, _argmax)] if greedy else []
+    portions += [(few, _draw) for few in _portions(plain, logits)]
+    portions += [(few, _draw_filtered) for few in _portions(filtered, logits)]
+    for rows, choose in portions:
+        part = modified if len(rows) == len(draws) else modified[rows]
+        for row, token in zip(rows, choose(part, [draws[i] for i in rows]), strict=True):
+            tokens[row] = token
     chosen = [Chosen(token) for token in tokens]
     for few in _portions([i for i, draw in enumerate(draws) if draw.params.logprobs >= 0], logits):
         _report(logits[few], [draws[i] for i in few], [chosen[i] for i in few])
