@@ -135,6 +135,20 @@ def test_launcher_and_variable_choose_the_state_directory(monkeypatch, tmp_path)
     assert str(state.default_path()) == "/elsewhere"
 
 
+def test_bus_is_the_named_one_else_that_of_the_system_here_else_that_of_the_environment(tmp_path, monkeypatch):
+    directory = StateDir(tmp_path)
+    monkeypatch.delenv("HEADRACE_NATS_URL", raising=False)
+    with pytest.raises(CommandError, match="headrace up"):
+        state.bus_settings(directory)
+    monkeypatch.setenv("HEADRACE_NATS_URL", "nats://bus:4222")
+    monkeypatch.setenv("HEADRACE_NATS_USER", "someone")
+    found = state.bus_settings(directory)
+    assert (found.nats_url, found.nats_user) == ("nats://bus:4222", "someone")
+    directory.write(RUNNING)
+    assert state.bus_settings(directory) == RUNNING.bus_settings()
+    assert state.bus_settings(directory, "nats://other:4222").nats_url == "nats://other:4222"
+
+
 # ---------------------------------------------------------------- NATS
 
 

@@ -124,6 +124,17 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def bus_settings(state: StateDir, url: str = "") -> BusSettings:
+    """How to reach the bus: `url`, else the one of the system here, else HEADRACE_NATS_URL; credentials likewise."""
+    running = None if url else state.read()
+    if running:
+        return running.bus_settings()
+    url = url or os.environ.get("HEADRACE_NATS_URL", "")
+    if not url:
+        return running_or_fail(state).bus_settings()
+    return BusSettings(url, os.environ.get("HEADRACE_NATS_USER", ""), os.environ.get("HEADRACE_NATS_PASSWORD", ""))
+
+
 def running_or_fail(state: StateDir) -> Running:
     """The running system, or a CommandError that says how to start one."""
     running = state.read()

@@ -51,14 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--follow", action="store_true", help="show events as they happen, of one request or of all, until Ctrl-C"
     )
-    parser.add_argument("--nats-url", help="another bus (default: the one that `headrace up` started here)")
+    parser.add_argument("--nats-url", default="", help="another bus (default: that of the system here, else HEADRACE_NATS_URL)")
     state.add_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if not args.request and not args.follow:
         raise CommandError("which request? Name its id, or use --follow to watch all of them")
-    settings = BusSettings(args.nats_url) if args.nats_url else state.running_or_fail(args.state_dir).bus_settings()
+    settings = state.bus_settings(args.state_dir, args.nats_url)
     settings.nats_connect_seconds = 3.0
     if args.follow:
         return uvloop.run(_follow(settings, args.request, args.json))
