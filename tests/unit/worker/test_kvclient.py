@@ -143,6 +143,14 @@ async def test_a_late_fetch_is_kept_for_the_next_request(cluster, monkeypatch):
     await asyncio.sleep(0.6)
     assert two.client.counters["late_fetches"] == 1
     assert two.prefill(ids).cached_tokens == 512
+
+    two.engine.pool.drop_cached()
+    two.client._paused_until = 0.0
+    cancelled = asyncio.create_task(two.client.fetch("r", SPACE, two.hashes(ids)[:4], 0))
+    await asyncio.sleep(0.05)
+    cancelled.cancel()  # its client has gone meanwhile
+    await asyncio.sleep(0.6)
+    assert two.engine.pool.cached == 4 and two.engine.pool.used == 0
     two.check()
     for worker in (one, two):
         await worker.close()

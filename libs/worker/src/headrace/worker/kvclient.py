@@ -154,7 +154,11 @@ class KvStoreClient:
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        done, _ = await asyncio.wait({task}, timeout=allowed)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=allowed)
+        except asyncio.CancelledError:  # the request ended; what is read stays for the next one
+            task.add_done_callback(self._keep_late)
+            raise
         if done:
             return task.result()
         self.counters["late_fetches"] += 1

@@ -52,6 +52,7 @@ class Request:
     landed: Landed | None = None  # BOUND
     choices: list[Choice] = field(default_factory=list)
     usage: m.Usage | None = None  # the prompt's part, from prefill
+    keep: dict[int, int] = field(default_factory=dict)  # a text stop: tokens that count, by choice
     problem: m.Problem | None = None
     admitted: float = 0.0
     first_token: float = 0.0
@@ -61,11 +62,10 @@ class Request:
     def open_choices(self) -> int:
         return sum(not choice.finish for choice in self.choices)
 
-    def total_usage(self, keep: dict[int, int] | None = None) -> m.Usage:
-        """Prompt part plus tokens sampled; `keep`: tokens that count, by choice."""
+    def total_usage(self) -> m.Usage:
+        """Prompt part plus the tokens that count."""
         prompt = self.usage or m.Usage(prompt_tokens=self.admit.prompt_tokens)
-        keep = keep or {}
-        counted = (min(keep.get(i, c.sampled), c.sampled) for i, c in enumerate(self.choices))
+        counted = (min(self.keep.get(i, c.sampled), c.sampled) for i, c in enumerate(self.choices))
         return m.Usage(
             prompt.prompt_tokens,
             sum(counted),

@@ -260,6 +260,7 @@ class DecodeService(WorkerService):
                 self._keep(asyncio.ensure_future(self._verify(landed, record)))
             case effects.FailRequest(code, text):
                 status = 504 if code == "expired" else 502
+                self.counters["expired"] += code == "expired"
                 self._problem(landed.request, status, f"handoff_{code}", f"the hand-off from {landed.prefill} failed: {text}")
             case effects.AskStatus():
                 self._keep(asyncio.ensure_future(self._ask_status(landed)))
@@ -376,6 +377,7 @@ class DecodeService(WorkerService):
         self.outbox.add(admit.gateway, entry)
         if usage is not None:
             request.phase = Phase.OVER
+            self.counters["finished"] += 1
             self._forget(request, "finished", tokens=usage.completion_tokens)
 
     # ------------------------------------------------------------ early ends
@@ -390,7 +392,8 @@ class DecodeService(WorkerService):
             self.tombstones.add(key, time.monotonic())
             return m.Done("unknown")
         if message.reason == "stop" and request.phase is Phase.RUNNING:
-            usage = request.total_usage(message.keep)
+            request.keep = message.keep
+            usage = request.total_usage()
             for index, choice in enumerate(request.choices):
                 if not choice.finish:
                     choice.finish = "stop"
@@ -401,6 +404,7 @@ class DecodeService(WorkerService):
                             message.request, message.attempt, index, len(choice.ids), b"", None, "stop", usage if last else None
                         ),
                     )
+        self.counters["cancelled"] += 1
         self._end(request, message.reason or "cancelled")
         return m.Done("cancelled")
 
@@ -448,7 +452,7 @@ class DecodeService(WorkerService):
         elif request.phase is Phase.RUNNING:
             self.engine.cancel(request.key)
         request.phase = Phase.OVER
-        self.counters["cancelled"] += 1
+        self.tombstones.add(request.key, time.monotonic())
         self.host.wake()
         self._forget(request, why)
 
@@ -465,7 +469,6 @@ class DecodeService(WorkerService):
             if not gateway.requests:
                 del self.gateways[admit.gateway]
                 self.undepend(admit.gateway)
-        self.counters["finished"] += 1
         request.forget_at, request.hashes = now + FINISHED_SECONDS, []
         self.finished[request.key] = request
         self.finished_bytes += request.nbytes()
@@ -549,6 +552,7 @@ class DecodeService(WorkerService):
             return
         self.log.warning("gateway died; its requests end", gateway=instance, why=why, requests=len(gateway.requests))
         for key in list(gateway.requests):
+            self.counters["cancelled"] += 1
             self._end(self.requests[key], "gateway_died")
         self.outbox.forget(instance)
 
