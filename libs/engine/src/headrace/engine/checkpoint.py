@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,26 @@ class Checkpoint:
         """The tensor's bytes as uint8 [shape[0], bytes per row], mapped: only rows that are indexed are ever read."""
         entry = self.entries[name]
         return self._map(entry.file)[entry.begin : entry.begin + entry.nbytes].reshape(entry.shape[0], -1)
+
+    def check(
+        self, expected: Mapping[str, tuple[Collection[str], tuple[int, ...]]], ignored: Callable[[str], bool]
+    ) -> list[str]:
+        """`expected`: name -> (accepted dtypes, shape). CheckpointError names the first that is missing, mis-shaped or
+        wrongly typed. Returns the names, sorted, that are neither expected nor `ignored`."""
+        for name, (dtypes, shape) in expected.items():
+            entry = self.entries.get(name)
+            if entry is None:
+                missing = sum(other not in self.entries for other in expected)
+                raise CheckpointError(
+                    f"{self.path}: {name} {list(shape)} is missing ({missing} of {len(expected)} tensors are)"
+                )
+            if entry.shape != shape:
+                raise CheckpointError(
+                    f"{self.path}: {name} has shape {list(entry.shape)}; config.json says {list(shape)}"
+                )
+            if entry.dtype not in dtypes:
+                raise CheckpointError(f"{self.path}: {name} is {entry.dtype}; expected {' or '.join(dtypes)}")
+        return sorted(name for name in self.entries if name not in expected and not ignored(name))
 
     def digest(self) -> str:
         """Identity of config, tokenizer, index, every shard's header and size, and the shards' content: all of it up

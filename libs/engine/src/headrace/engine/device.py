@@ -8,6 +8,7 @@ and otherwise multiplies 16 rows at a time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
@@ -24,31 +25,22 @@ def check_device(device: str) -> str:
     return device
 
 
-def row_rule(model: torch.nn.Module, batch_invariant: bool) -> tuple[int, int]:
-    """(pad rows to a multiple of this, multiply at most this many rows at a time; 0: any number).
+def row_rule(shapes: Iterable[tuple[int, int]], dtype: torch.dtype = torch.float32) -> tuple[int, int]:
+    """For batch invariance: (pad rows to a multiple of this, multiply at most this many rows at a time; 0: any number).
 
-    RuntimeError when no rule gives equal bits on this machine.
+    shapes: (out, in) of the model's products.
     """
-    if not batch_invariant:
-        return 1, 0
-    if not keys_are_independent(model.config.index_n_heads, model.config.index_head_dim):
-        raise RuntimeError(
-            f"batch_invariant: on this machine index scores of {model.config.index_n_heads} heads get other bits when more "
-            "rows or keys stand beside them; run without batch_invariant"
-        )
-    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
-    shapes |= {
-        (p.shape[:3].numel(), p.shape[3]) for p in model.parameters() if p.dim() == 4
-    }  # all experts as one matrix
-    together = all(rows_are_independent(out, width) for out, width in shapes)
+    together = all(rows_are_independent(out, width, dtype) for out, width in set(shapes))
     return ROW_MULTIPLE, 0 if together else ROW_MULTIPLE
 
 
 @lru_cache
-def rows_are_independent(out_features: int, in_features: int) -> bool:
+def rows_are_independent(out_features: int, in_features: int, dtype: torch.dtype = torch.float32) -> bool:
     """Whether [rows, in] x [in, out] gives each row the same bits for every multiple of 16 rows and every place among
     them."""
-    x, weight = _draw(max(_PROBE_ROWS), in_features), _draw(min(out_features, 4096), in_features)
+    x, weight = (
+        _draw(rows, in_features).to(dtype) for rows in (max(_PROBE_ROWS), min(out_features, 4096))
+    )
     with torch.inference_mode():
         order = torch.randperm(x.shape[0], generator=torch.Generator().manual_seed(1))
         whole = F.linear(x, weight)

@@ -1,28 +1,33 @@
-"""From a checkpoint directory to a model that can run: check every tensor against the config, decode, place.
+"""From a checkpoint directory to a model that can run, whatever its family.
 
-Knows the schema of a family and where its modules keep a tensor. FP8 and FP4 weights are decoded once, at load;
-Engram tables and the token embedding stay in the file's memory map.
+Knows what is the same for all: the config says the family, the family makes the model (`models/<family>/loader.py`),
+the checkpoint's digest becomes part of the layout id. Knows no tensor.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import nn
 
-from headrace.kernels.quantize import dequantize_block_fp8, dequantize_fp8_ue8m0, dequantize_mxfp4
-
+from . import models
 from .batch import Model
-from .checkpoint import Checkpoint, CheckpointError
-from .config import ModelConfig, read_config
-from .device import check_device, row_rule
-from .models.v41.engram import Engram, NgramHash, RowReader, cached_compressed_ids
-from .models.v41.model import V41Model
-from .models.v41.moe import MoE
-from .models.v41.schema import BLOCK, TensorSpec, checkpoint_schema, scale_name, text_schema
+from .checkpoint import Checkpoint
+from .config import read_config
+from .device import check_device
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Arguments of `load_model` as a family's `load` gets them."""
+
+    kv_store: str
+    numerics: str
+    batch_invariant: bool
+    device: str
+    keep_rows: int | None
+    dtype: torch.dtype | None
 
 
 def load_model(
@@ -33,161 +38,22 @@ def load_model(
     batch_invariant: bool = False,
     device: str = "cpu",
     keep_rows: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
 ) -> Model:
-    """Load a released-layout checkpoint.
+    """Load a checkpoint of any family that `models` lists.
 
-    kv_store: "quantized" (the model's FP8/FP4 records) or "fp32" (parity, no quantisation anywhere). numerics:
-    "bounded" or "exact". keep_rows: bounded only, rows of a prompt that decoder layers run on (default window + 12).
-    Raises ConfigError or CheckpointError naming what is wrong, both values where there are two.
+    kv_store: "quantized" (the family's own records) or "fp32" (parity, no quantisation anywhere); a family may know
+    more. numerics: "bounded" or "exact". keep_rows: bounded only, rows of a prompt that decoder layers run on (default
+    window + 12). dtype: of weights and activations (None: what the family prefers on this device). Raises ConfigError
+    or CheckpointError naming what is wrong, both values where there are two.
     """
     check_device(device)
     config = read_config(path)
     checkpoint = Checkpoint(path)
-    check_tensors(checkpoint, config)
-    with torch.device("meta"):
-        model = V41Model(
-            config,
-            kv_store=kv_store,
-            numerics=numerics,
-            batch_invariant=batch_invariant,
-            keep_rows=keep_rows,
-            dtype=dtype,
-        )
-    model.eval().requires_grad_(False)
-    _Placer(model, checkpoint, config).place()
-    model.finish_loading()
-    model.set_row_rule(*row_rule(model, batch_invariant))
+    options = LoadOptions(kv_store, numerics, batch_invariant, device, keep_rows, dtype)
+    model = models.module(config.family, "loader").load(checkpoint, config, options)
     model.checkpoint_digest = checkpoint.digest()
     # Weights decide what cached bytes mean, too: with the digest in the layout id no block hash, state or store entry of one
     # checkpoint can answer for another.
     model.spec = replace(model.spec, layout_id=f"{model.spec.layout_id}-{model.checkpoint_digest[:16]}")
-    if config.engram_layer_ids:
-        model.ngrams = NgramHash(config, _token_map(checkpoint))
     return model
-
-
-def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Missing, extra, mis-shaped and wrongly typed tensors are refused by name."""
-    expected = {
-        name: (dtypes, shape)
-        for tensor, spec in checkpoint_schema(config).items()
-        for name, dtypes, shape in spec.stored(tensor, config.quantized)
-    }
-    for name, (dtypes, shape) in expected.items():
-        entry = checkpoint.entries.get(name)
-        if entry is None:
-            missing = sum(other not in checkpoint.entries for other in expected)
-            raise CheckpointError(
-                f"{checkpoint.path}: {name} {list(shape)} is missing ({missing} of {len(expected)} tensors are)"
-            )
-        if entry.shape != shape:
-            raise CheckpointError(
-                f"{checkpoint.path}: {name} has shape {list(entry.shape)}; config.json says {list(shape)}"
-            )
-        if entry.dtype not in dtypes:
-            raise CheckpointError(f"{checkpoint.path}: {name} is {entry.dtype}; expected {' or '.join(dtypes)}")
-    extra = sorted(name for name in checkpoint.entries if name not in expected and not _ignored(name))
-    if extra:
-        hint = ""
-        if extra[0].startswith("mtp.") and not config.num_nextn_predict_layers:
-            hint = "; config.json declares no draft (num_nextn_predict_layers 0)"
-        if extra[0].startswith(("vision.", "aligner.", "image_")) and config.vision is None:
-            hint = "; config.json has no vision_config"
-        raise CheckpointError(
-            f"{checkpoint.path}: {extra[0]} is not part of this model ({len(extra)} extra tensors){hint}"
-        )
-
-
-def _ignored(name: str) -> bool:
-    """Copies of the backbone's embedding and head that some exports keep under a draft stage."""
-    return name.startswith("mtp.") and name.endswith((".embed.weight", ".head.weight")) and "markov_head" not in name
-
-
-def _token_map(checkpoint: Checkpoint) -> np.ndarray:
-    file = checkpoint.path / "tokenizer.json"
-    if not file.exists():
-        raise CheckpointError(f"{file} does not exist; Engram hashes need the checkpoint's own tokenizer")
-    try:
-        return cached_compressed_ids(file)
-    except Exception as error:  # the tokenizers package raises bare Exception
-        raise CheckpointError(f"{file} is not a tokenizer: {error}") from None
-
-
-# ------------------------------------------------------------------ placing
-
-
-class _Placer:
-    """Decodes text tensors and puts them where the modules keep them."""
-
-    def __init__(self, model: V41Model, checkpoint: Checkpoint, config: ModelConfig) -> None:
-        self.model, self.checkpoint, self.config = model, checkpoint, config
-
-    def place(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, MoE):
-                for name in ("w_in", "w_out"):
-                    empty = torch.empty(getattr(module, name).shape, dtype=self.model.dtype)
-                    setattr(module, name, nn.Parameter(empty, requires_grad=False))
-        for name, spec in text_schema(self.config).items():
-            if ".ffn.experts." in name or ".ffn.shared_experts." in name:
-                self._place_expert(name, spec)
-            elif name.endswith("engram.embed.weight"):
-                self._module(name, depth=2, kind=Engram).read_rows = self._row_reader(name)
-            else:
-                self._place_parameter(name, spec)
-        left = [name for name, parameter in self.model.named_parameters() if parameter.is_meta]
-        assert not left, f"parameters without a tensor: {left}"
-
-    def _place_parameter(self, name: str, spec: TensorSpec) -> None:
-        owner = self.model.get_submodule(name.rpartition(".")[0])
-        leaf = name.rpartition(".")[2]
-        assert getattr(owner, leaf).shape == spec.shape, name
-        value = self.checkpoint.tensor(name) if name == "embed.weight" else self._decode(name, spec)
-        setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
-
-    def _place_expert(self, name: str, spec: TensorSpec) -> None:
-        prefix, _, rest = name.partition(".ffn.")
-        moe = self.model.get_submodule(f"{prefix}.ffn")
-        parts = rest.split(".")  # experts.E.w1.weight or shared_experts.w1.weight
-        expert = int(parts[1]) if parts[0] == "experts" else moe.experts
-        value = self._decode(name, spec)
-        match parts[-2]:
-            case "w1":
-                moe.w_in[0, expert] = value
-            case "w3":
-                moe.w_in[1, expert] = value
-            case "w2":
-                moe.w_out[:, expert] = value
-
-    def _decode(self, name: str, spec: TensorSpec) -> torch.Tensor:
-        stored = self.checkpoint.tensor(name)
-        if not self.config.quantized or spec.kind in ("bf16", "f32"):
-            value = stored.to(torch.float32 if spec.kind == "f32" else self.model.dtype)
-            value = value.clone() if value.data_ptr() == stored.data_ptr() else value
-        else:
-            scale = self.checkpoint.tensor(scale_name(name))
-            decode = dequantize_mxfp4 if spec.kind == "fp4" else dequantize_block_fp8
-            value = decode(stored, scale).to(self.model.dtype)
-        if not value.isfinite().all():
-            raise CheckpointError(
-                f"{self.checkpoint.path}: {name} holds values that are not finite; the file is damaged"
-            )
-        return value
-
-    def _row_reader(self, name: str) -> RowReader:
-        if not self.config.quantized:
-            table = self.checkpoint.tensor(name)
-            return lambda rows: table.index_select(0, torch.from_numpy(rows)).float()
-        data, scale = self.checkpoint.bytes_of(name), self.checkpoint.bytes_of(scale_name(name))
-
-        def read(rows: np.ndarray) -> torch.Tensor:
-            picked = torch.from_numpy(np.ascontiguousarray(data[rows])).view(torch.float8_e4m3fn)
-            return dequantize_fp8_ue8m0(picked, torch.from_numpy(np.ascontiguousarray(scale[rows])), BLOCK)
-
-        return read
-
-    def _module(self, name: str, depth: int, kind: type) -> nn.Module:
-        module = self.model.get_submodule(".".join(name.split(".")[:-depth]))
-        assert isinstance(module, kind), name
-        return module

@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 from headrace.kernels.quantize import quantize_fp4_ue8m0, quantize_fp8_ue8m0
 
 from .checkpoint import INDEX
-from .config import ModelConfig, parse_config
+from .config import parse_config
+from .models.v41.config import ModelConfig
 from .models.v41.engram import bucket_sizes, compressed_ids
 from .models.v41.schema import BLOCK, TensorSpec, checkpoint_schema, scale_name
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ...config import ModelConfig
 from .cache import Codecs, Entries, V41StatePool
+from .config import ModelConfig
 from .layers import Linear, RMSNorm, RopeTable, linear, rotate
 from .rows import Group, Rows
 

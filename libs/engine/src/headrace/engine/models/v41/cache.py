@@ -22,7 +22,7 @@ import torch
 from headrace.kernels import quantize as formats
 
 from ...cache import CacheSpec, KVPool, PagedGroup
-from ...config import ModelConfig
+from .config import ModelConfig
 
 BLOCK_TOKENS = 128
 GROUP_ALIGNMENT = 64  # bytes; every group of the released configuration is a multiple of 256 anyway

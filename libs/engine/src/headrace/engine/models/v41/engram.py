@@ -20,7 +20,7 @@ import torch
 from tokenizers import Regex, Tokenizer, normalizers
 from torch import nn
 
-from ...config import ModelConfig
+from .config import ModelConfig
 from .layers import Linear, inverse_rms
 
 DEAD = -1  # compressed id of a token that cannot be part of an n-gram (image tokens)

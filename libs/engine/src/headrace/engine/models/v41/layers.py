@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ...config import ModelConfig
+from .config import ModelConfig
 
 
 class Linear(nn.Module):

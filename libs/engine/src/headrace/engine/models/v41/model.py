@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from ...batch import Segment
 from ...cache import CacheSpec, KVPool
-from ...config import ModelConfig
 from .attention import Attention, Pass
 from .cache import Entries, V41StatePool, cache_spec, codecs, paged_entries
+from .config import ModelConfig
 from .engram import Engram, NgramHash
 from .layers import Embedding, Linear, RMSNorm, RopeTable, collapse, expand, linear, mix, rope_frequencies
 from .moe import MoE
@@ -67,6 +67,8 @@ class Layer(nn.Module):
 
 class V41Model(nn.Module):
     """Implements `headrace.engine.batch.Model`. Weights are set by the loader."""
+
+    kind = "v41"
 
     def __init__(
         self,

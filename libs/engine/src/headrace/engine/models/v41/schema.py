@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...config import ModelConfig, VisionConfig
+from .config import ModelConfig, VisionConfig
 
 BLOCK = 32
 
