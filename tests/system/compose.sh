@@ -103,9 +103,18 @@ fi
 
 # ---------------------------------------------------------------- a chat, then a death under load
 
-"$python" tests/system/compose_clients.py chat "$url"
-bytes=$(docker compose exec -T prefill sh -c 'cat /proc/mounts' | grep -c ' /shm tmpfs ')
-[ "$bytes" = 1 ] && say "prefill has the shared tmpfs at /shm"
+# chat_moved_by KIND: two equal requests; the trace of the second must say that its KV went by KIND.
+chat_moved_by() {
+    "$python" tests/system/compose_clients.py chat "$url" >"$work/chat" || { cat "$work/chat"; exit 1; }
+    head -n 1 "$work/chat"
+    docker compose exec -T decode /opt/headrace/bin/python -m headrace.cli trace "$(tail -n 1 "$work/chat")" >"$work/trace"
+    grep -q "prefill.written .* by=$1" "$work/trace" || { cat "$work/trace"; echo "KV did not go by $1" >&2; exit 1; }
+    say "KV went from prefill to decode by $1"
+}
+chat_moved_by shm
+HEADRACE_TRANSPORTS=tcp docker compose up --detach --wait --wait-timeout 180 --scale decode=2 >"$work/up.log" 2>&1 ||
+    { tail -n 40 "$work/up.log" >&2; exit 1; }
+chat_moved_by tcp
 "$python" tests/system/compose_clients.py load "$url" >"$work/load.json" &
 load=$!
 sleep 3
@@ -114,5 +123,5 @@ docker kill --signal KILL "$victim" >/dev/null
 say "killed one decode replica under load"
 wait $load || { cat "$work/load.json"; exit 1; }
 cat "$work/load.json"
-"$python" tests/system/compose_clients.py chat "$url"
+"$python" tests/system/compose_clients.py chat "$url" | head -n 1
 say "chat works with what is left"

@@ -35,6 +35,7 @@ async def chat(url: str) -> int:
     same = first.content + first.reasoning == second.content + second.reasoning
     cached = second.usage["prompt_tokens_details"]["cached_tokens"]
     print(f"chat: {first.usage['prompt_tokens']} prompt tokens, then {cached} of them cached; texts equal: {same}")
+    print(second.request_id)
     return 0 if same and first.finish_reason and cached > 0 else 1
 
 

@@ -201,7 +201,10 @@ class System:
     def _choose_port(self) -> int:
         host, wanted = self.options.host, self.options.port
         if wanted is None:
-            return DEFAULT_PORT if is_free(DEFAULT_PORT, host) else free_port(host)
+            if is_free(DEFAULT_PORT, host):
+                return DEFAULT_PORT
+            self.console.say(f"port {DEFAULT_PORT} is in use by {holder(DEFAULT_PORT) or 'another user'}; taking a free one")
+            return free_port(host)
         if wanted and not is_free(wanted, host):
             who = holder(wanted) or "another user's process"
             raise CommandError(
