@@ -124,6 +124,31 @@ async def test_peers_with_other_memory_are_refused_with_both_values():
         assert wrong.refused.code == "mismatch"
 
 
+async def test_a_peer_with_another_checkpoint_is_refused_with_both_names():
+    async with Cluster() as cluster:
+        decode, _ = await asyncio.gather(cluster.start("decode", *SIM), cluster.start("prefill", *SIM, "--sim-model", "other"))
+        result = await cluster.gateway.generate([1, 2, 3], m.Sampling())
+        assert result.problem.code.endswith("mismatch") and result.ended < 1.0
+        assert "'sim:other'" in result.problem.message and "'sim:sim'" in result.problem.message
+        await cluster.quiet(decode)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--model", "/nowhere"), "/nowhere does not exist"),
+        (("--engine", "sim", "--sim-script", "/nowhere"), "/nowhere"),
+        (("--engine", "sim", "--nats-url", "nats://127.0.0.1:1", "--nats-connect-seconds", "0.2"), "nats://127.0.0.1:1"),
+        ((), "needs a checkpoint"),
+    ],
+)
+async def test_a_start_that_can_not_work_says_why(flags, text):
+    async with Cluster() as cluster:
+        process = await cluster.start("prefill", *flags, ready=False)
+        assert await asyncio.to_thread(process.popen.wait, 60) in (1, 2)
+        assert text in process.log and "Traceback" not in process.log, process.log
+
+
 async def test_a_gateways_requests_end_with_it():
     async with Cluster() as cluster:
         decode, prefill = await asyncio.gather(

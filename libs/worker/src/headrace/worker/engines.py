@@ -48,6 +48,7 @@ def _simulated(settings: WorkerSettings, register: Register) -> api.Engine:
         script=load_script(settings.sim_script) if settings.sim_script else (),
         echo=settings.sim_echo,
         model_name=settings.sim_model,
+        checkpoint=f"sim:{settings.sim_model}",
     )
     return SimEngine(config, register("kv", config.num_blocks * config.block_bytes))
 
