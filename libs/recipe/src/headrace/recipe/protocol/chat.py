@@ -337,8 +337,7 @@ def _convert(request: ChatRequest, options: ConversionOptions, fields: OpenField
     if request.stream_options is not None and not request.stream:
         raise RecipeError("stream_options should be set along with stream = true")
     schema = _set_format(conversation, request)
-    if conversation.tool_choice != "none":
-        common.check_strict(request.tools or (), request.response_format is not None)
+    common.check_strict(conversation, request.response_format is not None)
     sampling = _sampling(request, thinking, stops, options, fields)
     common.resolve_sampling(sampling, version, thinking, conversation.tools_active, options)
     extras = open_extras(fields)

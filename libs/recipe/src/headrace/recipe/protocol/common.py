@@ -145,10 +145,10 @@ def check_unique(name: str, names: set[str]) -> None:
     names.add(name)
 
 
-def check_strict(tools: Any, has_format: bool) -> None:
-    """Either all tools are strict or none, and strict tools go with no response format."""
-    flags = [bool(tool.function.strict) for tool in tools]
-    if not any(flags):
+def check_strict(conversation: Conversation, has_format: bool) -> None:
+    """Either all tools that the choice left are strict or none, and strict tools go with no response format."""
+    flags = [bool(tool.strict) for tool in conversation.tools]
+    if conversation.tool_choice == "none" or not any(flags):
         return
     if not all(flags):
         raise RecipeError("Cannot use strict tool with non-strict tool in the same request")

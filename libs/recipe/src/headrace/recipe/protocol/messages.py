@@ -160,15 +160,18 @@ class ClientTool(msgspec.Struct):
 
 class ServerTool(msgspec.Struct):
     type: str
-    name: str = ""
+    name: str | None = None
+
+
+_read_server_tool = reader(ServerTool)
 
 
 def _tool(value: Any) -> Any:
     """A server tool when it has a type, a client tool otherwise."""
     if not isinstance(value, dict):
         raise Misfit("missing field `name`")
-    if value.get("type") is not None:
-        return ServerTool(reader(str)(value["type"]), reader(str)(value.get("name", "")))
+    if "type" in value:
+        return _read_server_tool(value)
     if "name" not in value:
         raise Misfit("missing field `name`")
     found = {}
@@ -262,9 +265,18 @@ _read = reader(MessagesRequest)
 def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN) -> ParsedRequest:
     """A request body as a conversation and its settings. Raises RecipeError."""
     value = common.parse_body(body)
-    request = _read(value)
-    fields = None if options.dialect == "official" else read_open_fields(value)
-    return _convert(request, options, fields)
+    if options.dialect == "official":
+        return _convert(_read(value), options, None)
+    return _convert(_read(_client_tools(value)), options, read_open_fields(value))
+
+
+def _client_tools(value: Any) -> Any:
+    """The body without the type `custom` (or null) of tools, which says that they are the client's own."""
+    tools = value.get("tools") if isinstance(value, dict) else None
+    if not isinstance(tools, list):
+        return value
+    own = [isinstance(tool, dict) and tool.get("type", "") in (None, "custom") for tool in tools]
+    return value | {"tools": [{k: v for k, v in t.items() if k != "type"} if o else t for t, o in zip(tools, own, strict=True)]}
 
 
 def _convert(request: MessagesRequest, options: ConversionOptions, fields: OpenFields | None) -> ParsedRequest:
@@ -308,9 +320,9 @@ def _system(system: Any) -> str | None:
 
 def _declared_tools(
     request: MessagesRequest, options: ConversionOptions, version: str
-) -> tuple[list[ToolDefinition], set[str]]:
+) -> tuple[list[ToolDefinition], set[str | None]]:
     """The client tools as declared, and the names of server tools that are dropped."""
-    dropped: set[str] = set()
+    dropped: set[str | None] = set()
     tools: list[ToolDefinition] = []
     for index, tool in enumerate(request.tools or ()):
         if isinstance(tool, ServerTool):
@@ -327,7 +339,9 @@ def _declared_tools(
     return tools, dropped
 
 
-def _set_tools(conversation: Conversation, request: MessagesRequest, tools: list[ToolDefinition], dropped: set[str]) -> None:
+def _set_tools(
+    conversation: Conversation, request: MessagesRequest, tools: list[ToolDefinition], dropped: set[str | None]
+) -> None:
     """Check the tools and apply the choice."""
     choice, named = request.tool_choice, None
     if isinstance(choice, NoneChoice):

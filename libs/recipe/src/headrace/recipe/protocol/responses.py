@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ..conversation import Conversation, ImageSource, Message, ToolCall, ToolDefinition
+from ..conversation import Conversation, Message, ToolCall, ToolDefinition
 from ..errors import RecipeError
 from ..jsontext import compact, loads
 from ..render import PROMPTS
@@ -393,7 +393,7 @@ def _convert(request: ResponsesRequest, options: ConversionOptions, fields: Open
     _check_json_word(request, messages)
     conversation.messages = _shown_additions(messages, conversation.tools)
     schema = _set_format(conversation, request)
-    _check_strict(conversation)
+    common.check_strict(conversation, conversation.response_format != "text")
     sampling = _sampling(request, thinking, options, fields)
     common.resolve_sampling(sampling, version, thinking, conversation.tools_active, options)
     return ParsedRequest(
@@ -491,11 +491,11 @@ class _Reader:
             self._close()
             self._finish_results()
         message = self._assistant()
-        content = self._gather(item.content, index)
         has_image = not isinstance(item.content, str) and any(isinstance(part, ImagePart) for part in item.content)
         if has_image and self.version != "v4":
+            _check_images(item.content, f"input[{index}].content")
             raise RecipeError(f"input[{index}]: Image in assistant message is unsupported")
-        text = content.fill(Message("assistant")).content
+        text = self._gather(item.content, index).fill(Message("assistant")).content
         message.content = f"{message.content}\n\n{text}" if message.content and text else message.content or text
 
     def _call(self, index: int, item: FunctionCall | CustomToolCall | ToolSearchCall) -> None:
@@ -575,7 +575,9 @@ class _Reader:
         if isinstance(source, str):
             content.text(source)
             return content
-        for number, part in enumerate(source):
+        if self.version != "v4":
+            _check_images(source, f"input[{index}].{field}")
+        for part in source:
             if isinstance(part, TextPart):
                 content.text(part.text)
             elif isinstance(part, FilePart):
@@ -583,18 +585,21 @@ class _Reader:
             elif self.version == "v4":
                 content.text(common.UNSUPPORTED_IMAGE)
             else:
-                content.image(_image(part, f"input[{index}]", f"input[{index}].{field}[{number}]"))
+                content.image(common.image_source(part.image_url, part.detail, f"input[{index}]"))
         return content
 
 
-def _image(part: ImagePart, path: str, place: str) -> ImageSource:
-    if part.image_url and part.file_id:
-        raise RecipeError(f"{place}: input_image cannot have both image_url and file_id")
-    if part.file_id:
-        raise RecipeError(f"{place}: file_id is not supported. Pass the image as a base64 data url instead.")
-    if not part.image_url:
-        raise RecipeError(f"{place}: input_image must have image_url or file_id")
-    return common.image_source(part.image_url, part.detail, path)
+def _check_images(parts: list[Any], place: str) -> None:
+    """Images must be given by URL; this is said of all of them before any URL is read."""
+    for number, part in enumerate(parts):
+        if not isinstance(part, ImagePart):
+            continue
+        if part.image_url and part.file_id:
+            raise RecipeError(f"{place}[{number}]: input_image cannot have both image_url and file_id")
+        if part.file_id:
+            raise RecipeError(f"{place}[{number}]: file_id is not supported. Pass the image as a base64 data url instead.")
+        if not part.image_url:
+            raise RecipeError(f"{place}[{number}]: input_image must have image_url or file_id")
 
 
 def _check_json_word(request: ResponsesRequest, messages: list[Message]) -> None:
@@ -746,16 +751,6 @@ def _set_format(conversation: Conversation, request: ResponsesRequest) -> Any:
         conversation.response_format, conversation.response_schema = "json_schema", form.schema
         return schema
     return None
-
-
-def _check_strict(conversation: Conversation) -> None:
-    flags = [bool(tool.strict) for tool in conversation.tools]
-    if conversation.tool_choice == "none" or not any(flags):
-        return
-    if not all(flags):
-        raise RecipeError("Cannot use strict tool with non-strict tool in the same request")
-    if conversation.response_format != "text":
-        raise RecipeError("response_format should not be used with tools")
 
 
 def _sampling(request: ResponsesRequest, thinking: bool, options: ConversionOptions, fields: OpenFields | None) -> Sampling:
