@@ -301,6 +301,24 @@ async def test_another_attempts_output_is_dropped(cluster):
     decode.go.set()
     assert text_of(await task) == TEXT
     assert counters(cluster)["stale_outputs"] == 1
+    await eventually(lambda: decode.cancels)
+    assert [(c.request, c.attempt) for c in decode.cancels] == [(admit.request, admit.attempt + 7)], "and it is told to stop"
+
+
+async def test_a_worker_that_was_only_thought_dead_is_told_to_stop(cluster):
+    """A stopped process is not dead: when it goes on, so does its stream, for a client that has had its error."""
+    decode = cluster.decodes[0]
+    decode.hold_at = 4
+    task = asyncio.create_task(cluster.stream(chat()))
+    await eventually(lambda: decode.done and len(next(iter(decode.done.values()))) == 4)
+    decode.mute = True
+    assert "error" in (await task)[-1]
+    assert not decode.cancels
+    decode.mute = False
+    decode.go.set()
+    await eventually(lambda: decode.cancels)
+    assert [c.request for c in decode.cancels] == [decode.admits[0].request]
+    await quiet(cluster)
 
 
 # ---------------------------------------------------------------- clients
@@ -317,6 +335,19 @@ async def test_a_client_that_leaves_cancels_both_legs(cluster, stream):
     await eventually(lambda: decode.cancels and prefill.cancels)
     assert decode.cancels[0].reason == prefill.cancels[0].reason == "client"
     assert decode.cancels[0].request == decode.admits[0].request
+    await quiet(cluster)
+
+
+async def test_a_client_that_leaves_during_admission_leaves_no_credit_behind(cluster):
+    decode = cluster.decodes[0]
+    never = asyncio.get_running_loop().create_future()
+    decode._handlers["admit"] = lambda message: decode.admits.append(message) or never
+    task = asyncio.create_task(cluster.post(chat()))
+    await eventually(lambda: decode.admits)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await eventually(lambda: decode.cancels)
+    assert (decode.cancels[0].request, decode.cancels[0].reason) == (decode.admits[0].request, "client")
     await quiet(cluster)
 
 

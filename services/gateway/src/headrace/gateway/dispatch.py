@@ -25,7 +25,7 @@ from . import errors
 from .errors import GatewayError
 from .routing import Group, Router, Worker
 
-REMEMBERED = 8192  # finished requests whose late output is no surprise
+REMEMBERED = 8192  # cancelled attempts whose late output is no surprise
 RETRY_CODES = frozenset({"busy", "full", "draining", "mismatch", "unknown", "stale", "closed", "failed"})
 CANCEL_TRIES = 3
 NUDGE_SECONDS = 0.25
@@ -131,7 +131,7 @@ class Dispatcher:
             ("retries", "gaps", "resumes", "unknown_outputs", "stale_outputs", "deaths", "deadlines", "cancels", "queued"), 0
         )
         self._loop = asyncio.get_running_loop()
-        self._over: OrderedDict[str, None] = OrderedDict()
+        self._told: OrderedDict[tuple[str, int], None] = OrderedDict()  # attempts that decode was told to stop
         self.queued = 0  # requests in the line
         self._trying = 0  # of them, those that were called up and look for room now
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -210,9 +210,6 @@ class Dispatcher:
     def _forget(self, record: Record) -> None:
         self._leave_line(record)
         self.records.pop(record.request, None)
-        self._over[record.request] = None
-        if len(self._over) > REMEMBERED:
-            self._over.popitem(last=False)
         if not self.records:
             self._idle.set()
         self.capacity()
@@ -229,6 +226,8 @@ class Dispatcher:
             if pair is None:
                 if refusal is None:
                     raise errors.no_workers(f"{'prefill' if group.decodes else 'decode'} worker for {group.model}")
+                if refusal.code == "closed":
+                    raise errors.no_workers(f"worker for {group.model}")
                 if refusal.code not in ("busy", "full"):
                     raise errors.from_refusal(refusal, "workers")
                 await self._wait(record)
@@ -256,12 +255,15 @@ class Dispatcher:
         settings, request, attempt = self.settings, record.request, record.attempt
         timeout = min(settings.command_seconds, record.remaining())
         started = time.monotonic()
-        answer = await self._command(
-            decode, "admit",
-            m.Admit(request, attempt, self.gateway, self.epoch, len(record.ids), b"".join(record.hashes), record.namespace,
-                    record.sampling, record.remaining(), record.priority, record.client_id, record.traceparent),
-            timeout, record,
+        admit = m.Admit(
+            request, attempt, self.gateway, self.epoch, len(record.ids), b"".join(record.hashes), record.namespace,
+            record.sampling, record.remaining(), record.priority, record.client_id, record.traceparent,
         )  # fmt: skip
+        try:
+            answer = await self._command(decode, "admit", admit, timeout, record)
+        except asyncio.CancelledError:  # the client left; decode may have admitted it
+            self._send_cancel("decode", decode.instance, record, "client")
+            raise
         if not isinstance(answer, m.Admitted):
             if answer is None or answer.code == "stale":
                 self._send_cancel("decode", decode.instance, record, "failed")
@@ -395,6 +397,7 @@ class Dispatcher:
                 self._unknown(out.instance, entry)
             elif entry.attempt != record.attempt:
                 self.counters["stale_outputs"] += 1
+                self._unknown(out.instance, entry)
             elif not record.ended:
                 try:
                     self._on_entry(record, entry, out.instance)
@@ -472,12 +475,11 @@ class Dispatcher:
             record.watching = record.watching[:1]
 
     def _unknown(self, instance: str, entry: m.OutEntry) -> None:
-        """Output of a request that is not ours, or not any more: make it stop, once."""
-        if entry.request in self._over or entry.finish or entry.problem is not None:
+        """Output of an attempt that is not ours, or not any more (its worker was thought dead): make it stop, once."""
+        if (entry.request, entry.attempt) in self._told or entry.finish or entry.problem is not None:
             return
         self.counters["unknown_outputs"] += 1
-        self._over[entry.request] = None
-        self._side_task(self._tell_cancel("decode", instance, m.Cancel(entry.request, entry.attempt, "failed")))
+        self._cancel("decode", instance, m.Cancel(entry.request, entry.attempt, "failed"))
 
     # ------------------------------------------------------------ gaps
 
@@ -654,7 +656,14 @@ class Dispatcher:
             self._send_cancel("prefill", record.prefill.instance, record, reason)
 
     def _send_cancel(self, role: str, instance: str, record: Record, reason: str, keep: dict[int, int] | None = None) -> None:
-        self._side_task(self._tell_cancel(role, instance, m.Cancel(record.request, record.attempt, reason, keep or {})))
+        self._cancel(role, instance, m.Cancel(record.request, record.attempt, reason, keep or {}))
+
+    def _cancel(self, role: str, instance: str, cancel: m.Cancel) -> None:
+        if role == "decode":
+            self._told[cancel.request, cancel.attempt] = None
+            if len(self._told) > REMEMBERED:
+                self._told.popitem(last=False)
+        self._side_task(self._tell_cancel(role, instance, cancel))
 
     async def _tell_cancel(self, role: str, instance: str, cancel: m.Cancel) -> None:
         """Until it is acknowledged; a worker that is gone needs none, and a gateway that is off the bus loses its lease."""
