@@ -295,3 +295,36 @@ async def test_nats_restarts():
         assert result.ok and result.ids[0] == expected([1, 2, 3], 400) and result.gaps >= 1
         assert (await cluster.gateway.generate([4] * 300, m.Sampling(max_tokens=3))).ok
         await whole(cluster, decode, prefill)
+
+
+async def test_every_message_twice_and_the_second_one_late():
+    """A relay on the bus repeats each command and each output once, up to 0.3 s later: nothing happens twice."""
+    rng = random.Random(8)
+    async with Cluster() as cluster:
+        await cluster.start("kvstore")
+        decode, prefill = await asyncio.gather(cluster.start("decode", *DECODE), cluster.start("prefill", *PREFILL))
+        bus, loop = cluster.gateway.bus, asyncio.get_running_loop()
+        seen, repeated = set(), []
+
+        def again(data: bytes, subject: str, reply: str) -> None:
+            if (subject, data) not in seen and subject.split(".")[1] in ("decode", "prefill", "kvstore", "out"):
+                seen.add((subject, data))
+                repeated.append(subject.rsplit(".", 1)[-1])
+                loop.call_later(rng.random() * 0.3, bus.publish_bytes, subject, data)
+
+        for subject in ("headrace.*.*.*", "headrace.out.*"):
+            await bus.subscribe_bytes(subject, again)
+        await bus.flush()
+
+        async def client() -> None:
+            for _ in range(10):
+                options = {"cancel_after": rng.random() * 0.1} if rng.random() < 0.2 else {}
+                result, ids, max_tokens = await request(cluster, rng, **options)
+                assert judge(result, ids, max_tokens) in ("answer", "cancelled"), result
+
+        await asyncio.gather(*(client() for _ in range(6)))
+        assert {"admit", "run", "bind", "commit", "cancel", "lookup", "reserve"} <= set(repeated)
+        await asyncio.sleep(0.4)
+        await whole(cluster, decode, prefill)
+        metrics = await cluster.metrics(decode)
+        assert metrics["headrace_decode_admitted_total"] <= 60 + metrics["headrace_decode_refused_total"]
