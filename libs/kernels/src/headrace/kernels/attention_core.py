@@ -17,6 +17,16 @@ NO_SCORE_ = tl.constexpr(NO_SCORE)
 
 
 @triton.jit
+def split_index(index, PAGE: tl.constexpr):
+    """Entry index >= 0 -> (page int64, slot in the page); by shifts where the page size allows."""
+    if PAGE & (PAGE - 1) == 0:
+        LOG: tl.constexpr = PAGE.bit_length() - 1
+        return (index >> LOG).to(tl.int64), index & (PAGE - 1)
+    else:
+        return (index // PAGE).to(tl.int64), index % PAGE
+
+
+@triton.jit
 def load_keys(
     base16, base32, index, page_stride, offset, PAGE: tl.constexpr, LAYOUT: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
@@ -38,7 +48,8 @@ def fetch_bf16(base16, index, page_stride, offset, PAGE: tl.constexpr, FORM: tl.
     mask = (index >= 0)[:, None]
     index = tl.maximum(index, 0)
     size: tl.constexpr = 1152 if FORM == 1 else 1024
-    row = tl.multiple_of(((index // PAGE).to(tl.int64) * page_stride + offset + (index % PAGE) * size) // 2, 8)
+    page, slot = split_index(index, PAGE)
+    row = tl.multiple_of((page * page_stride + offset + slot * size) >> 1, 8)
     k = tl.load(base16 + row[:, None] + tl.arange(0, 512)[None, :], mask=mask, other=0.0)
     rope = k
     if FORM == 1:
@@ -55,28 +66,28 @@ def fetch(base32, index, page_stride, offset, PAGE: tl.constexpr, LAYOUT: tl.con
     present = index >= 0
     mask = present[:, None]
     index = tl.maximum(index, 0)
-    begin = (index // PAGE).to(tl.int64) * page_stride + offset
-    slot = index % PAGE
+    page, slot = split_index(index, PAGE)
+    begin = page * page_stride + offset
     column = tl.arange(0, 128)
     if LAYOUT == 1:
-        row = tl.multiple_of((begin + slot * 528) // 4, 4)
+        row = tl.multiple_of((begin + slot * 528) >> 2, 4)
         data = tl.load(base32 + row[:, None] + column[None, :], mask=mask, other=0)
         words = tl.load(base32 + row[:, None] + 128 + tl.arange(0, 4)[None, :], mask=mask, other=0)
         tail = index
     elif LAYOUT == 2:
-        row = tl.multiple_of((begin + slot * 288) // 4, 4)
+        row = tl.multiple_of((begin + slot * 288) >> 2, 4)
         data = tl.load(base32 + row[:, None] + tl.arange(0, 64)[None, :], mask=mask, other=0)
         words = tl.load(base32 + row[:, None] + 64 + tl.arange(0, 8)[None, :], mask=mask, other=0)
         tail = index
     elif LAYOUT == 3:
-        row = tl.multiple_of((begin + slot * 576) // 4, 4)
+        row = tl.multiple_of((begin + slot * 576) >> 2, 4)
         data = tl.load(base32 + row[:, None] + column[None, :], mask=mask, other=0)
-        word = tl.multiple_of((begin + PAGE * 576 + slot * 8) // 4, 2)
+        word = tl.multiple_of((begin + PAGE * 576 + slot * 8) >> 2, 2)
         # Each of the two words twice: a tile smaller than the threads would be loaded by every thread in full.
         words = tl.load(base32 + word[:, None] + (tl.arange(0, 4) // 2)[None, :], mask=mask, other=0)
         tail = tl.load(base32 + row[:, None] + 112 + tl.arange(0, 32)[None, :], mask=mask, other=0)
     else:
-        row = tl.multiple_of((begin + slot * 656) // 4, 4)
+        row = tl.multiple_of((begin + slot * 656) >> 2, 4)
         data = tl.load(base32 + row[:, None] + column[None, :], mask=mask, other=0)
         words = tl.load(base32 + row[:, None] + 128 + tl.arange(0, 4)[None, :], mask=mask, other=0)
         tail = tl.load(base32 + row[:, None] + 132 + tl.arange(0, 32)[None, :], mask=mask, other=0)
@@ -167,7 +178,7 @@ def load_queries(q_ptr, row, live, D: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, q_tail, top, total, acc, acc_tail, k, rope, visible, scale, FORM: tl.constexpr
+    q, q_tail, top, total, acc, acc_tail, k, rope, visible, scale, FORM: tl.constexpr, SPREAD: tl.constexpr
 ):  # fmt: skip
     """One tile of N keys: k bf16 [N, 512], rope [N, 64].
 
@@ -176,26 +187,41 @@ def attend(
     """
     M: tl.constexpr = q.shape[0]
     N: tl.constexpr = k.shape[0]
-    score = dot(q, tl.trans(k), tl.zeros([M, N], tl.float32)) * scale
-    if FORM > 0:
-        score += dot(q_tail, tl.trans(rope), tl.zeros([M, N], tl.float32)) * scale
-    # The branch is always taken, and the sum above is not a chain of products: where the compiler sees one product
-    # behind another it lays the first out by rows alone, and with 64 rows half of the warps repeat the others' work.
-    if scale > 0:
-        score = tl.where(visible, score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        decay = tl.exp2(top - new_top)
-        exponential = tl.exp2(score - new_top[:, None])
-        total = total * decay + tl.sum(exponential, 1)
-        weight = exponential.to(tl.bfloat16)
+    score = dot(q, tl.trans(k), tl.zeros([M, N], tl.float32))
+    if SPREAD:
+        score *= scale
+        if FORM > 0:
+            score += dot(q_tail, tl.trans(rope), tl.zeros([M, N], tl.float32)) * scale
     else:
-        new_top = top
-        decay = tl.full([M], 1.0, tl.float32)
-        weight = tl.zeros([M, N], tl.bfloat16)
+        if FORM > 0:
+            score = dot(q_tail, tl.trans(rope), score)
+        score *= scale
+    # With SPREAD the branch is always taken, and the sum above is not a chain of products: where the compiler sees one
+    # product behind another it lays the first out by rows alone, and with 64 rows half of the warps repeat the others'
+    # work. Without it the weights need no shared memory, which a long tile of wide keys may need more.
+    if SPREAD:
+        if scale > 0:
+            new_top, total, decay, weight = _weigh(score, visible, top, total)
+        else:
+            new_top = top
+            decay = tl.full([M], 1.0, tl.float32)
+            weight = tl.zeros([M, N], tl.bfloat16)
+    else:
+        new_top, total, decay, weight = _weigh(score, visible, top, total)
     acc = dot(weight, k, acc * decay[:, None])
     if FORM == 2:
         acc_tail = dot(weight, rope, acc_tail * decay[:, None])
     return new_top, total, acc, acc_tail
+
+
+@triton.jit
+def _weigh(score, visible, top, total):
+    """Online softmax of scores [M, N]: (new maximum, new denominator, decay of what was summed, weights bf16)."""
+    score = tl.where(visible, score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1))
+    decay = tl.exp2(top - new_top)
+    weight = tl.exp2(score - new_top[:, None])
+    return new_top, total * decay + tl.sum(weight, 1), decay, weight.to(tl.bfloat16)
 
 
 @triton.jit

@@ -116,7 +116,7 @@ def _launch(a, a_scale, b, b_scale, group_of_row, counts, batch_invariant, out, 
     right = TensorDescriptor.from_tensor(b.view(groups * n, k), [bn // halves, BLOCK])
     _wide_kernel[(grid_m * column_tiles,)](
         left, right, a_scale, b_scale, index, out, m, n, row_tiles, a_scale.stride(0), a_scale.stride(1),
-        HALVES=halves, GROUP_M=config["GROUP_M"], WS=config.get("WS", 0), **shared,
+        HALVES=halves, GROUP_M=config["GROUP_M"], **shared,
     )  # fmt: skip
     return out
 
@@ -155,7 +155,7 @@ def _tile_rows(index_ptr, tile, m, row_tiles, MODE: tl.constexpr, BLOCK_M: tl.co
 def _wide_kernel(
     a_desc, b_desc, a_scale_ptr, b_scale_ptr, index_ptr, out_ptr, m, n, row_tiles, stride_am, stride_ak,
     K: tl.constexpr, MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr,
-    GROUP_M: tl.constexpr, STAGES: tl.constexpr, WS: tl.constexpr,
+    GROUP_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = K // 128
     HALF: tl.constexpr = BLOCK_N // HALVES
@@ -178,7 +178,7 @@ def _wide_kernel(
     b_scale_row2 = b_scale_ptr + (group * scale_rows + tl.minimum((column + HALF) // 128, scale_rows - 1)) * STEPS
     acc = tl.zeros([BLOCK_M, HALF], tl.float32)
     acc2 = tl.zeros([BLOCK_M, HALF], tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES, warp_specialize=WS):
+    for step in tl.range(0, STEPS, num_stages=STAGES):
         a = a_desc.load([first, step * 128])
         a_scale = tl.load(a_scale_row + step * stride_ak, mask=live, other=0.0)
         b = b_desc.load([b_row, step * 128])

@@ -83,7 +83,8 @@ def mla_decode(
         q, _view(kv, torch.bfloat16), _view(kv, torch.int32), block_table, seq_lens, partial, partial_lse,
         batch, queries, heads, block_table.stride(0), tiles_per_split, scale * LOG2E, kv.page_stride, kv.offset,
         PAGE=kv.page_size, LAYOUT=LAYOUT_IDS[kv.layout], CAUSAL=causal, SPLIT=splits > 1,
-        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=config["STAGES"], num_warps=config["num_warps"],
+        BLOCK_M=block_m, BLOCK_N=block_n, STAGES=config["STAGES"],
+        SPREAD=config["SPREAD"], num_warps=config["num_warps"],
     )  # fmt: skip
     if splits > 1:
         combine_splits(partial, partial_lse, out.view(-1, heads, VALUE_DIM), lse.view(-1, heads))
@@ -95,7 +96,7 @@ def _mla_decode_kernel(
     q_ptr, kv16, kv32, table_ptr, length_ptr, out_ptr, lse_ptr,
     batch, queries, heads, table_stride, tiles_per_split, scale, page_stride, offset,
     PAGE: tl.constexpr, LAYOUT: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # (query, head) pairs of this sequence
     split = tl.program_id(1)
@@ -129,7 +130,7 @@ def _mla_decode_kernel(
         index = tl.where(key < length, page * PAGE + first % PAGE + tl.arange(0, BLOCK_N), -1)
         k, rope = load_keys(kv16, kv32, index, page_stride, offset, PAGE, LAYOUT, 1)
         visible = key[None, :] < limit[:, None]
-        top, total, acc, _ = attend(q, q_tail, top, total, acc, top, k, rope, visible, scale, 1)
+        top, total, acc, _ = attend(q, q_tail, top, total, acc, top, k, rope, visible, scale, 1, SPREAD)
     lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
     if not SPLIT:
         lse = lse / LOG2E_

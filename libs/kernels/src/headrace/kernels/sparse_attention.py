@@ -105,7 +105,7 @@ def sparse_attention(
         PAGE=kv.page_size, LAYOUT=LAYOUT_IDS[kv.layout], EXTRA_PAGE=extra.page_size,
         EXTRA_LAYOUT=LAYOUT_IDS[extra.layout], HAS_EXTRA=m > 0, HAS_SINK=sink is not None, HAS_ROPE=out_rope is not None,
         SPLIT=splits > 1, BLOCK_H=block_h, BLOCK_N=config["BLOCK_N"], STAGES=config["STAGES"],
-        num_warps=config["num_warps"],
+        SPREAD=config["SPREAD"], num_warps=config["num_warps"],
     )  # fmt: skip
     if splits > 1:
         combine_splits(partial, partial_lse, out, lse, sink, out_rope)
@@ -152,7 +152,7 @@ def _sparse_attention_kernel(
     D: tl.constexpr, FORM: tl.constexpr,
     PAGE: tl.constexpr, LAYOUT: tl.constexpr, EXTRA_PAGE: tl.constexpr, EXTRA_LAYOUT: tl.constexpr,
     HAS_EXTRA: tl.constexpr, HAS_SINK: tl.constexpr, HAS_ROPE: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     head_blocks = tl.cdiv(heads, BLOCK_H)
     row = (tl.program_id(0) // head_blocks).to(tl.int64)
@@ -174,7 +174,7 @@ def _sparse_attention_kernel(
         index = _load_index(indices, tile, n, BLOCK_N)
         k, rope = load_keys(kv16, kv32, index, page_stride, offset, PAGE, LAYOUT, FORM)
         visible = (index >= 0)[None, :]
-        top, total, acc, acc_tail = attend(q, q_tail, top, total, acc, acc_tail, k, rope, visible, scale, FORM)
+        top, total, acc, acc_tail = attend(q, q_tail, top, total, acc, acc_tail, k, rope, visible, scale, FORM, SPREAD)
     if HAS_EXTRA:
         begin = tl.maximum(begin - first_tiles, 0)
         end = tl.minimum((split + 1) * tiles_per_split - first_tiles, tl.cdiv(m, BLOCK_N))
@@ -185,7 +185,7 @@ def _sparse_attention_kernel(
                 extra16, extra32, index, extra_page_stride, extra_offset, EXTRA_PAGE, EXTRA_LAYOUT, FORM
             )
             visible = (index >= 0)[None, :]
-            top, total, acc, acc_tail = attend(q, q_tail, top, total, acc, acc_tail, k, rope, visible, scale, FORM)
+            top, total, acc, acc_tail = attend(q, q_tail, top, total, acc, acc_tail, k, rope, visible, scale, FORM, SPREAD)
 
     lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
     denominator = total

@@ -23,10 +23,10 @@ def grid(**axes: tuple) -> list[dict]:
 def candidates(case: Case) -> tuple[str, list[dict]] | None:
     """(name of the function in `tuning`, configurations worth trying for this case)."""
     if case.op == "sparse_attention":
-        return "sparse_attention", grid(BLOCK_N=(32, 64), STAGES=(1, 2, 3, 5), num_warps=(8,))
+        return "sparse_attention", grid(BLOCK_N=(32, 64), STAGES=(1, 2, 3, 5), SPREAD=(0, 1), num_warps=(8,))
     if case.op == "mla_decode":
-        few = grid(BLOCK_M=(16,), BLOCK_N=(32, 64), STAGES=(2, 3, 5), WAVES=(4, 8), num_warps=(4,))
-        wide = grid(BLOCK_M=(64,), BLOCK_N=(32, 64), STAGES=(2, 3, 5), WAVES=(4, 8, 16), num_warps=(8,))
+        few = grid(BLOCK_M=(16,), BLOCK_N=(32, 64), STAGES=(2, 3, 5), SPREAD=(0,), WAVES=(4, 8), num_warps=(4,))
+        wide = grid(BLOCK_M=(64,), BLOCK_N=(32, 64), STAGES=(2, 3, 5), SPREAD=(0, 1), WAVES=(4, 8, 16), num_warps=(8,))
         return "mla_decode", few if "16 heads" in case.name else wide
     if case.op in ("gemm_upcast", "grouped gemm_upcast masked", "grouped gemm_upcast contiguous"):
         block_m = (16,) if " 1x" in case.name else (32,) if "~20" in case.name else (64,) if " 64x" in case.name else (128, 256)

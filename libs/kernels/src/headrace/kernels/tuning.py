@@ -7,18 +7,24 @@ from headrace.kernels._triton import INTERPRETED
 
 
 def sparse_attention(layout: str, dim: int) -> dict[str, int]:
+    """SPREAD: see `attention_core.attend`."""
     if INTERPRETED:
-        return {"BLOCK_N": 16, "STAGES": 1, "num_warps": 4}
-    return {"BLOCK_N": 64, "STAGES": 1 if layout == "bf16" and dim == 576 else 3, "num_warps": 8}
+        return {"BLOCK_N": 16, "STAGES": 1, "SPREAD": 1, "num_warps": 4}
+    if layout == "bf16" and dim == 576:
+        return {"BLOCK_N": 64, "STAGES": 3, "SPREAD": 0, "num_warps": 8}
+    return {"BLOCK_N": 64, "STAGES": 3, "SPREAD": 1, "num_warps": 8}
 
 
 def mla_decode(layout: str, rows: int) -> dict[str, int]:
     """WAVES: programs per processor that the split of long sequences aims at."""
     if INTERPRETED:
-        return {"BLOCK_M": 16, "BLOCK_N": 16, "STAGES": 1, "WAVES": 2, "num_warps": 4}
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "STAGES": 1, "SPREAD": 1, "WAVES": 2, "num_warps": 4}
     if rows <= 32:
-        return {"BLOCK_M": 16 if rows <= 16 else 32, "BLOCK_N": 64, "STAGES": 2, "WAVES": 8, "num_warps": 4}
-    return {"BLOCK_M": 64, "BLOCK_N": 32, "STAGES": 5, "WAVES": 8, "num_warps": 8}
+        block_m = 16 if rows <= 16 else 32
+        return {"BLOCK_M": block_m, "BLOCK_N": 64, "STAGES": 2, "SPREAD": 0, "WAVES": 8, "num_warps": 4}
+    if layout == "bf16":
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 2, "SPREAD": 0, "WAVES": 8, "num_warps": 8}
+    return {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3, "SPREAD": 1, "WAVES": 8, "num_warps": 8}
 
 
 def mla_prefill() -> dict[str, int]:
@@ -35,8 +41,11 @@ def gemm_fp8(kind: str, m: int, n: int, k: int, batch_invariant: bool) -> dict[s
         return narrow if m <= 16 and not batch_invariant else wide | {"num_warps": 4}
     if m <= 64 and not batch_invariant:
         block_m = 16 if m <= 16 else 32 if m <= 32 else 64
-        block_n, stages = (64, 4) if m > 32 else (128, 4 if kind == "masked" else 3)
-        return {"NARROW": 1, "BLOCK_M": block_m, "BLOCK_N": block_n, "WAVES": 1, "STAGES": stages, "num_warps": 4}
+        if kind == "masked":
+            return {"NARROW": 1, "BLOCK_M": block_m, "BLOCK_N": 128, "WAVES": 1, "STAGES": 4, "num_warps": 4}
+        block_n = 64 if m > 32 else 128
+        waves = 1 if n * k < 1 << 23 or n >= 8192 or m <= 32 else 2
+        return {"NARROW": 1, "BLOCK_M": block_m, "BLOCK_N": block_n, "WAVES": waves, "STAGES": 4, "num_warps": 4}
     return {"NARROW": 0, "BLOCK_M": 64, "BLOCK_N": 128, "HALVES": 1, "GROUP_M": 16, "STAGES": 3, "num_warps": 4}
 
 
@@ -46,10 +55,15 @@ def gemm_upcast(name: str, m: int, n: int, k: int, batch_invariant: bool) -> dic
         return {"BLOCK_M": 16, "BLOCK_N": 32, "WAVES": 2, "STAGES": 1, "num_warps": 4}
     if batch_invariant:
         return {"BLOCK_M": 64, "BLOCK_N": 128, "WAVES": 1, "STAGES": 3, "num_warps": 4}
+    if m <= 32:
+        return {"BLOCK_M": 16 if m <= 16 else 32, "BLOCK_N": 64, "WAVES": 3, "STAGES": 3, "num_warps": 4}
     if m <= 64:
-        block_m = 16 if m <= 16 else 32 if m <= 32 else 64
-        return {"BLOCK_M": block_m, "BLOCK_N": 64, "WAVES": 3, "STAGES": 4, "num_warps": 4}
-    return {"BLOCK_M": 128, "BLOCK_N": 128, "WAVES": 1, "STAGES": 3, "num_warps": 8}
+        if name == "mxfp4":
+            return {"BLOCK_M": 64, "BLOCK_N": 64, "WAVES": 3, "STAGES": 3, "num_warps": 4}
+        return {"BLOCK_M": 64, "BLOCK_N": 128, "WAVES": 1, "STAGES": 3, "num_warps": 8}
+    if m < 160 or (name == "mxfp4" and m >= 1024):
+        return {"BLOCK_M": 128, "BLOCK_N": 64, "WAVES": 1, "STAGES": 3, "num_warps": 4}
+    return {"BLOCK_M": 256, "BLOCK_N": 128, "WAVES": 1, "STAGES": 3, "num_warps": 8}
 
 
 def indexer() -> dict[str, int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-MODULES = ("attention", "gemm", "selection", "memory", "sampling")
+MODULES = ("attention", "gemm", "selection", "memory", "sampling", "invariance")
 
 
 @dataclasses.dataclass
