@@ -172,8 +172,11 @@ def test_pools_add_up_whatever_is_cancelled(data):
                 engine.cancel(f"r{data.draw(st.integers(0, count - 1))}")
             case "release" if count:
                 engine.release(f"r{data.draw(st.integers(0, count - 1))}")
-            case _:
-                step(engine)
+            case _ if plan := engine.plan():
+                if count and data.draw(st.booleans()):
+                    engine.cancel(f"r{data.draw(st.integers(0, count - 1))}")  # while the step runs
+                engine.pool.check(engine.owners())
+                engine.apply(plan, engine.execute(plan))
         engine.pool.check(engine.owners())
     for name in total:
         engine.cancel(name)

@@ -19,7 +19,7 @@ INFO = EngineInfo("sim", "l", "c", 128, 64, 300, 40, 8, 4, 100, 1000, (1,), "m")
 )
 def test_round_trip_in_a_slot(ids, state, hidden, floor):
     packed = slab.pack(Handoff(ids, state, hidden, floor))
-    assert len(packed) == slab.packed_bytes(Handoff(ids, memoryview(state), hidden, floor)) <= slab.slot_bytes(INFO)
+    assert len(packed) <= slab.slot_bytes(INFO)
     slot = bytearray(b"\xff" * slab.slot_bytes(INFO))
     slot[: len(packed)] = packed
     back = slab.unpack(memoryview(slot))

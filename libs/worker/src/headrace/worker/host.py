@@ -39,7 +39,6 @@ class EngineHost:
     ) -> None:
         self.engine = engine
         self.steps = 0
-        self.last_step = time.monotonic()  # when a step last ended, or work last began
         self.lag = self.worst_lag = 0.0  # seconds that a tick came too late: the loop was busy
         self._on_events, self._on_tick, self._tick, self._due = on_events, on_tick, tick, 0.0
         self._threaded = engine.info.kind != "sim"
@@ -70,14 +69,6 @@ class EngineHost:
             self._scheduled = True
             self._loop.call_soon(self._step)
 
-    @property
-    def stepping(self) -> bool:
-        return self._stepping
-
-    def step_age(self) -> float:
-        """Seconds since the last step while there is work; 0 when idle."""
-        return time.monotonic() - self.last_step if self._stepping or self.engine.has_work() else 0.0
-
     # ------------------------------------------------------------ the step
 
     def _step(self) -> None:
@@ -107,9 +98,7 @@ class EngineHost:
             plan = self.engine.plan()
         except Exception as error:  # a bug of the scheduler: nothing of this step can be trusted
             self._fail(None, error)
-        if plan is None:
-            self.last_step = time.monotonic()  # idle, or waiting for memory that a peer holds: the tick looks again
-        return plan
+        return plan  # None: idle, or waiting for memory that a peer holds; the tick looks again
 
     def _timed(self, plan: Any) -> None:
         self._inline(plan)
@@ -138,7 +127,6 @@ class EngineHost:
     def _finish(self, plan: Any, result: Any, error: BaseException | None) -> None:
         self._stepping = False
         self.steps += 1
-        self.last_step = time.monotonic()
         if error is None:
             try:
                 events = self.engine.apply(plan, result)

@@ -148,6 +148,7 @@ class SimEngine:
         self._held: dict[str, _Sequence] = {}  # PREFILL: done, pinned until release()
         self._live: dict[str, list[_Sequence]] = {}
         self._tables: dict[str, list[int]] = {}  # reservations: the whole block table, resident blocks included
+        self._dying: list[_Sequence] = []
         self._failed: list[api.Failed] = []
         self._snapshots: OrderedDict[bytes, tuple[int, bytes]] = OrderedDict()
         self._hashers: dict[bytes, BlockHasher] = {}
@@ -236,7 +237,9 @@ class SimEngine:
             return held is not None
         for sequence in sequences:
             sequence.dead = True
-            if not sequence.running:
+            if sequence.running:
+                self._dying.append(sequence)  # its memory is the running step's until that ends
+            else:
                 self._free(sequence)
         self._waiting = deque(s for s in self._waiting if not s.dead)
         self._prefilling = [s for s in self._prefilling if not s.dead]
@@ -249,7 +252,7 @@ class SimEngine:
     def owners(self) -> dict[int, int]:
         """References per physical block that live sequences, held prompts and reservations account for."""
         out: dict[int, int] = {}
-        sequences = [s for group in self._live.values() for s in group] + list(self._held.values())
+        sequences = [s for group in self._live.values() for s in group] + list(self._held.values()) + self._dying
         for table in [s.table for s in sequences] + list(self._tables.values()):
             for block in table:
                 out[block] = out.get(block, 0) + 1
@@ -548,6 +551,8 @@ class SimEngine:
         return _Sequence(request, choice, list(request.hashes[: len(tokens) // BLOCK]), tokens=tokens, prompt=len(tokens))
 
     def _free(self, sequence: _Sequence) -> None:
+        if sequence in self._dying:
+            self._dying.remove(sequence)
         if sequence.table:  # a waiting sequence has neither blocks nor a slot
             self._free_slots += 1
             self.pool.release(sequence.table)

@@ -24,10 +24,6 @@ def slot_bytes(info: EngineInfo) -> int:
     return _HEADER.size + _up(4 * info.max_model_len) + _up(info.state_bytes) + _up(info.hidden_bytes)
 
 
-def packed_bytes(handoff: Handoff) -> int:
-    return _HEADER.size + _up(4 * len(handoff.ids)) + _up(_nbytes(handoff.state)) + _up(_nbytes(handoff.hidden))
-
-
 def pack(handoff: Handoff) -> bytes:
     ids = handoff.ids if isinstance(handoff.ids, array) and handoff.ids.typecode == "I" else array("I", handoff.ids)
     parts = [ids.tobytes(), bytes(handoff.state), bytes(handoff.hidden)]
@@ -50,7 +46,3 @@ def unpack(data: memoryview) -> Handoff:
     ids.frombytes(data[start : start + 4 * count])
     start += _up(4 * count)
     return Handoff(ids, data[start : start + state], data[start + _up(state) :][:hidden], floor)
-
-
-def _nbytes(data) -> int:
-    return data.nbytes if isinstance(data, memoryview) else len(data)
