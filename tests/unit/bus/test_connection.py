@@ -174,6 +174,22 @@ async def test_wrong_password_is_refused_and_the_right_one_works():
         await bus.close()
 
 
+async def test_nkey(tmp_path):
+    nkeys = pytest.importorskip("nkeys")
+    seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)
+    (tmp_path / "seed").write_bytes(bytes(seed))
+    public = nkeys.from_seed(bytearray(seed)).public_key.decode()
+    (tmp_path / "nats.conf").write_text(f"authorization {{ users = [ {{ nkey: {public} }} ] }}")
+    with NatsServer(args=("-c", str(tmp_path / "nats.conf"))) as server:
+        with pytest.raises(BusError, match="(?i)authorization"):
+            await Bus.connect(BusSettings(nats_url=server.url, nats_connect_seconds=3))
+        with pytest.raises(BusError, match="no nkey seed at /nowhere"):
+            await Bus.connect(BusSettings(nats_url=server.url, nats_nkey="/nowhere"))
+        bus = await Bus.connect(BusSettings(nats_url=server.url, nats_nkey=str(tmp_path / "seed")))
+        assert bus.connected
+        await bus.close()
+
+
 def test_joiner_is_bounded_and_ignores_nonsense():
     joiner = Joiner()
     assert joiner.push(m.Chunk("a", 5, 2, b"x"), 0) is None and not joiner.partial

@@ -22,6 +22,8 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -226,6 +228,10 @@ class Bus:
         if settings.nats_user:
             options |= {"user": settings.nats_user, "password": settings.nats_password}
         if settings.nats_nkey:
+            if not Path(settings.nats_nkey).is_file():
+                raise BusError(f"there is no nkey seed at {settings.nats_nkey} (--nats-nkey)")
+            if find_spec("nkeys") is None:
+                raise BusError("--nats-nkey needs the nkeys package: pip install 'headrace-bus[nkeys]'")
             options["nkeys_seed"] = settings.nats_nkey
         await _wait_for_port(urls, settings.nats_connect_seconds)
         try:
