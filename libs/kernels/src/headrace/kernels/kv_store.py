@@ -60,7 +60,7 @@ def kv_store(
             x, gate if gate is not None else x, weight if weight is not None else x, cos, sin, slots, latent, kv.bytes,
             kv.page_stride, kv.offset, kv.page_size, eps,
             LAYOUT=LAYOUT_IDS[kv.layout], D=dim, BLOCK=max(128, 1 << (dim - 1).bit_length()), HAS_GATE=gate is not None,
-            HAS_NORM=weight is not None, HAS_ROPE=rope is not None, num_warps=1 if dim <= 128 else 4,
+            HAS_NORM=weight is not None, HAS_ROPE=rope is not None, num_warps=1,
         )  # fmt: skip
     return latent
 

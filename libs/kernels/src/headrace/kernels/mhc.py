@@ -61,7 +61,8 @@ def mhc_pass(
     u = torch.empty(tokens, dim, dtype=torch.bfloat16, device=x.device) if pre is not None else None
     block = 64
     chunks = dim // block
-    rows = cdiv(tokens, 16)
+    height = 32 if tokens >= 1024 else 16
+    rows = cdiv(tokens, height)
     splits = max(1, min(chunks, 16, 4 * processor_count() // max(rows, 1)))
     parts = torch.empty(splits, tokens, 32, dtype=torch.float32, device=x.device) if fn is not None else None
     o, post, comb = expand if expand is not None else (x, x, x)
@@ -69,7 +70,8 @@ def mhc_pass(
         _mhc_kernel[(rows, splits)](
             x, o, post, comb, pre if pre is not None else x, fn if fn is not None else x, out,
             u if u is not None else x, parts if parts is not None else x, tokens, dim, chunks, cdiv(chunks, splits),
-            EXPAND=expand is not None, COLLAPSE=pre is not None, MIX=fn is not None, BLOCK_T=16, BLOCK_D=block, num_warps=4,
+            EXPAND=expand is not None, COLLAPSE=pre is not None, MIX=fn is not None, BLOCK_T=height, BLOCK_D=block,
+            num_warps=height // 4,
         )  # fmt: skip
     return out, u, parts
 
@@ -101,30 +103,37 @@ def _mhc_kernel(
     coefficient = tl.arange(0, 32)
     acc = tl.zeros([BLOCK_T, 32], tl.float32)
     squares = tl.zeros([BLOCK_T], tl.float32)
+    mask = live[:, None]
+    if EXPAND:
+        b0, a00, a10, a20, a30 = _column(post_ptr, comb_ptr, token, live, 0)
+        b1, a01, a11, a21, a31 = _column(post_ptr, comb_ptr, token, live, 1)
+        b2, a02, a12, a22, a32 = _column(post_ptr, comb_ptr, token, live, 2)
+        b3, a03, a13, a23, a33 = _column(post_ptr, comb_ptr, token, live, 3)
+    if COLLAPSE:
+        p0 = tl.load(pre_ptr + token * 4, mask=live, other=0.0)[:, None]
+        p1 = tl.load(pre_ptr + token * 4 + 1, mask=live, other=0.0)[:, None]
+        p2 = tl.load(pre_ptr + token * 4 + 2, mask=live, other=0.0)[:, None]
+        p3 = tl.load(pre_ptr + token * 4 + 3, mask=live, other=0.0)[:, None]
     for chunk in range(split * per_split, tl.minimum((split + 1) * per_split, chunks)):
         column = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
         at = (token * 4 * dim)[:, None] + column[None, :]
-        mask = live[:, None]
         x0 = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
         x1 = tl.load(x_ptr + at + dim, mask=mask, other=0.0).to(tl.float32)
         x2 = tl.load(x_ptr + at + 2 * dim, mask=mask, other=0.0).to(tl.float32)
         x3 = tl.load(x_ptr + at + 3 * dim, mask=mask, other=0.0).to(tl.float32)
         if EXPAND:
             o = tl.load(o_ptr + (token * dim)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-            y0 = _expanded(o, x0, x1, x2, x3, post_ptr, comb_ptr, token, live, 0)
-            y1 = _expanded(o, x0, x1, x2, x3, post_ptr, comb_ptr, token, live, 1)
-            y2 = _expanded(o, x0, x1, x2, x3, post_ptr, comb_ptr, token, live, 2)
-            y3 = _expanded(o, x0, x1, x2, x3, post_ptr, comb_ptr, token, live, 3)
+            y0 = to_bf16(b0 * o + (a00 * x0 + a10 * x1 + (a20 * x2 + a30 * x3)))
+            y1 = to_bf16(b1 * o + (a01 * x0 + a11 * x1 + (a21 * x2 + a31 * x3)))
+            y2 = to_bf16(b2 * o + (a02 * x0 + a12 * x1 + (a22 * x2 + a32 * x3)))
+            y3 = to_bf16(b3 * o + (a03 * x0 + a13 * x1 + (a23 * x2 + a33 * x3)))
             tl.store(out_ptr + at, y0, mask=mask)
             tl.store(out_ptr + at + dim, y1, mask=mask)
             tl.store(out_ptr + at + 2 * dim, y2, mask=mask)
             tl.store(out_ptr + at + 3 * dim, y3, mask=mask)
             x0, x1, x2, x3 = y0.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32), y3.to(tl.float32)
         if COLLAPSE:
-            p = pre_ptr + token * 4
-            u = tl.load(p, mask=live, other=0.0)[:, None] * x0 + tl.load(p + 1, mask=live, other=0.0)[:, None] * x1
-            u += tl.load(p + 2, mask=live, other=0.0)[:, None] * x2
-            u += tl.load(p + 3, mask=live, other=0.0)[:, None] * x3
+            u = p0 * x0 + p1 * x1 + p2 * x2 + p3 * x3
             tl.store(u_ptr + (token * dim)[:, None] + column[None, :], to_bf16(u), mask=mask)
         if MIX:
             f = fn_ptr + coefficient[None, :] * (4 * dim) + column[:, None]
@@ -136,7 +145,20 @@ def _mhc_kernel(
             squares += tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1)
     if MIX:
         row = part_ptr + (split.to(tl.int64) * tokens + token)[:, None] * 32 + coefficient[None, :]
-        tl.store(row, tl.where((coefficient == 24)[None, :], squares[:, None], acc), mask=live[:, None])
+        tl.store(row, tl.where((coefficient == 24)[None, :], squares[:, None], acc), mask=mask)
+
+
+@triton.jit
+def _column(post_ptr, comb_ptr, token, live, K: tl.constexpr):
+    """What goes into stream K: post_K and comb[0..3, K], each fp32 [T, 1]."""
+    c = comb_ptr + token * 16 + K
+    return (
+        tl.load(post_ptr + token * 4 + K, mask=live, other=0.0)[:, None],
+        tl.load(c, mask=live, other=0.0)[:, None],
+        tl.load(c + 4, mask=live, other=0.0)[:, None],
+        tl.load(c + 8, mask=live, other=0.0)[:, None],
+        tl.load(c + 12, mask=live, other=0.0)[:, None],
+    )
 
 
 @triton.jit
@@ -147,16 +169,6 @@ def _project(x, f, keep, acc):
     low = to_bf16(fn - high.to(tl.float32))
     x = x.to(tl.bfloat16)
     return dot(x, low, dot(x, high, acc))
-
-
-@triton.jit
-def _expanded(o, x0, x1, x2, x3, post_ptr, comb_ptr, token, live, K: tl.constexpr):
-    """Stream K of the expansion, bf16 [T, D]."""
-    post = tl.load(post_ptr + token * 4 + K, mask=live, other=0.0)[:, None]
-    c = comb_ptr + token * 16 + K
-    y = tl.load(c, mask=live, other=0.0)[:, None] * x0 + tl.load(c + 4, mask=live, other=0.0)[:, None] * x1
-    y += tl.load(c + 8, mask=live, other=0.0)[:, None] * x2 + tl.load(c + 12, mask=live, other=0.0)[:, None] * x3
-    return to_bf16(post * o + y)
 
 
 @triton.jit

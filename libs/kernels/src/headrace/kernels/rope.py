@@ -32,7 +32,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = 
     if x.stride(-1) != 1 or not (cos.is_contiguous() and sin.is_contiguous()):
         raise ValueError("rope needs contiguous columns of x and contiguous tables")
     if rows:
-        block = 16
+        block = 64 if heads >= 64 else 16
         _rope_kernel[(rows, cdiv(heads, block))](
             x, cos, sin, heads, x.stride(0), x.stride(1), dim - size, HALF=size // 2, INVERSE=inverse, BLOCK_H=block
         )

@@ -64,7 +64,7 @@ def route(
             logits.contiguous(), bias if bias is not None else logits, chosen, weights, experts, scale,
             0 if bias is None or bias.dim() == 1 else bias.stride(0),
             TOP_K=top_k, SIGMOID=score == "sigmoid", HAS_BIAS=bias is not None, GROUPS=groups, TOP_GROUPS=top_groups,
-            BLOCK=size, BLOCK_K=next_power_of_2(top_k), num_warps=1 if size <= 256 else 2,
+            BLOCK=size, BLOCK_K=next_power_of_2(top_k), num_warps=1,
         )  # fmt: skip
     return chosen, weights
 

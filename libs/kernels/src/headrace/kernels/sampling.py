@@ -168,19 +168,22 @@ def _sample_kernel(
     temperature = tl.load(temperature_ptr + row)
 
     # Raw log-sum-exp for logprobs, and the processed copy where anything changes.
-    raw_top = tl.full([], float("-inf"), tl.float32)
-    raw_sum = tl.zeros([], tl.float32)
+    # Running values are kept per lane and reduced once: a reduction in every turn would cost more than the turn.
+    lane_top = tl.full([BLOCK], float("-inf"), tl.float32)
+    lane_sum = tl.zeros([BLOCK], tl.float32)
     for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
         at = begin + tl.arange(0, BLOCK)
         x = tl.load(raw + at, mask=at < vocabulary, other=float("-inf"))
-        new_top = tl.maximum(raw_top, tl.max(x, 0))
-        raw_sum = raw_sum * tl.exp(raw_top - new_top) + tl.sum(tl.exp(x - new_top), 0)
-        raw_top = new_top
+        new_top = tl.maximum(tl.maximum(lane_top, x), -3.0e38)
+        lane_sum = lane_sum * tl.exp(lane_top - new_top) + tl.exp(x - new_top)
+        lane_top = new_top
         if HAS_SEEN or HAS_MASK:
             if HAS_MASK:
                 word = tl.load(mask_ptr + row * mask_stride + at // 32, mask=at < vocabulary, other=0)
                 x = tl.where(((word >> (at % 32)) & 1) == 1, x, float("-inf"))
             tl.store(logits + at, x, mask=at < vocabulary)
+    raw_top = tl.max(lane_top, 0)
+    raw_sum = tl.sum(lane_sum * tl.exp(lane_top - raw_top), 0)
     if HAS_SEEN:
         tl.debug_barrier()
         slot = tl.arange(0, SEEN)
@@ -196,10 +199,11 @@ def _sample_kernel(
 
     top = raw_top
     if HAS_SEEN or HAS_MASK:
-        top = tl.full([], float("-inf"), tl.float32)
+        lane_top = tl.full([BLOCK], float("-inf"), tl.float32)
         for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
             at = begin + tl.arange(0, BLOCK)
-            top = tl.maximum(top, tl.max(tl.load(logits + at, mask=at < vocabulary, other=float("-inf")), 0))
+            lane_top = tl.maximum(lane_top, tl.load(logits + at, mask=at < vocabulary, other=float("-inf")))
+        top = tl.max(lane_top, 0)
     limit = tl.full([], 0x00800000, tl.uint32)  # the key of the lowest finite value: drops -inf
     greedy = temperature == 0
     inverse = 1 / tl.where(greedy, 1.0, temperature)
@@ -230,24 +234,25 @@ def _sample_kernel(
 
     # Draw: the largest of scaled logit plus Gumbel noise among the kept; the first of equals.
     key = tl.load(key_ptr + row)
-    best = tl.full([], float("-inf"), tl.float32)
-    winner = tl.zeros([], tl.int32)
-    total = tl.zeros([], tl.float32)
-    lowest = tl.full([], float("inf"), tl.float32)
+    lane_best = tl.full([BLOCK], float("-inf"), tl.float32)
+    lane_winner = tl.zeros([BLOCK], tl.int32)
+    lane_sum = tl.zeros([BLOCK], tl.float32)
+    lane_low = tl.full([BLOCK], float("inf"), tl.float32)
     for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
         at = begin + tl.arange(0, BLOCK)
         x = tl.load(logits + at, mask=at < vocabulary, other=float("-inf"))
         kept = (sort_key(x) >= limit) & (at < vocabulary)
-        total += tl.sum(tl.where(kept, tl.exp((x - top) * inverse), 0.0), 0)
-        lowest = tl.minimum(lowest, tl.min(tl.where(kept, x, float("inf")), 0))
+        lane_sum += tl.where(kept, tl.exp((x - top) * inverse), 0.0)
+        lane_low = tl.minimum(lane_low, tl.where(kept, x, float("inf")))
         score = x
         if not greedy:
             score = x * inverse - tl.log(-tl.log(_uniform(key, at.to(tl.int64))))
-        score = tl.where(kept, score, float("-inf"))
-        here = tl.max(score, 0)
-        if here > best:
-            best = here
-            winner = begin + tl.argmax(score, 0)
+        better = kept & (score > lane_best)
+        lane_best = tl.where(better, score, lane_best)
+        lane_winner = tl.where(better, at, lane_winner)
+    total = tl.sum(lane_sum, 0)
+    lowest = tl.min(lane_low, 0)
+    winner = tl.min(tl.where(lane_best == tl.max(lane_best, 0), lane_winner, vocabulary - 1), 0)
     tl.store(token_ptr + row, winner)
     tl.store(logprob_ptr + row, tl.load(raw + winner) - raw_top - tl.log(raw_sum))
     tl.store(threshold_ptr + row, lowest)
@@ -257,12 +262,12 @@ def _sample_kernel(
 @triton.jit
 def _mass(logits, limit, top, inverse, vocabulary, BLOCK: tl.constexpr):
     """sum of exp((l - top) / temperature) over tokens whose key is at least limit."""
-    total = tl.zeros([], tl.float32)
+    lane = tl.zeros([BLOCK], tl.float32)
     for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
         at = begin + tl.arange(0, BLOCK)
         x = tl.load(logits + at, mask=at < vocabulary, other=float("-inf"))
-        total += tl.sum(tl.where(sort_key(x) >= limit, tl.exp((x - top) * inverse), 0.0), 0)
-    return total
+        lane += tl.where(sort_key(x) >= limit, tl.exp((x - top) * inverse), 0.0)
+    return tl.sum(lane, 0)
 
 
 def verify_drafts_reference(

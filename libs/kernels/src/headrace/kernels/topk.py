@@ -1,15 +1,16 @@
 """Exact top-k of long rows: the k largest scores, ties to the lower position, positions in ascending order.
 
-Selection on order-preserving keys. A row of up to 65,536 scores stays in the registers of one program, which finds the
-k-th key bit by bit; a longer row is walked, four histograms of eight bits finding the key. A last pass writes positions.
-One program a row, so a result never depends on other rows. NaN is not a score.
+Selection on order-preserving keys. A part of up to 16,384 scores stays in the registers of one program, which finds the
+k-th key bit by bit and writes positions in order; a longer row is cut into parts, whose winners compete once more. A very
+long row, or a large k, is walked by one program instead, four histograms of eight bits finding the key. Positions ascend
+in every step, so ties are always settled alike, and a result never depends on other rows. NaN is not a score.
 """
 
 import torch
 
-from headrace.kernels._triton import INTERPRETED, tl, triton
+from headrace.kernels._triton import INTERPRETED, cdiv, tl, triton
 
-RESIDENT = 65536 if not INTERPRETED else 512
+PART = 16384 if not INTERPRETED else 256  # scores that one program holds
 
 
 def topk_reference(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
@@ -28,23 +29,32 @@ def topk_reference(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = 
 
 
 def topk(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
-    """As `topk_reference`, one launch; columns contiguous."""
+    """As `topk_reference`; columns contiguous. One or two launches."""
     rows, n = scores.shape
     out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
-    if rows:
-        whole = max(256, 1 << max(n - 1, 0).bit_length())
-        if whole <= RESIDENT:
-            _resident_kernel[(rows,)](
-                scores, lengths if lengths is not None else out, out, n, scores.stride(0), k,
-                HAS_LENGTHS=lengths is not None, BLOCK=whole, num_warps=max(4, min(32, whole // 1024)),
-            )  # fmt: skip
-            return out
-        block = 8192
-        _topk_kernel[(rows,)](
+    if not rows:
+        return out
+    if n > PART * 32 or k > PART // 2:
+        _walk_kernel[(rows,)](
             scores, lengths if lengths is not None else out, out, n, scores.stride(0), k,
-            HAS_LENGTHS=lengths is not None, BLOCK=block, num_warps=8,
+            HAS_LENGTHS=lengths is not None, BLOCK=8192, num_warps=8,
         )  # fmt: skip
+        return out
+    parts = cdiv(n, PART)
+    chosen = out if parts <= 1 else torch.empty(rows, parts * k, dtype=torch.int32, device=scores.device)
+    _select(scores, lengths, None, chosen, min(n, PART), n, k, (rows, max(parts, 1)))
+    if parts > 1:
+        _select(scores, None, chosen, out, parts * k, parts * k, k, (rows, 1))
     return out
+
+
+def _select(scores, lengths, candidates, out, width, n, k, grid) -> None:
+    block = max(256, 1 << max(width - 1, 0).bit_length())
+    _select_kernel[grid](
+        scores, lengths if lengths is not None else out, candidates if candidates is not None else out, out, n,
+        scores.stride(0), k, PART=PART, HAS_LENGTHS=lengths is not None, CANDIDATES=candidates is not None, BLOCK=block,
+        num_warps=max(4, min(16, block // 1024)),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -79,15 +89,24 @@ def kth_key(pointer, n, k, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _resident_kernel(
-    score_ptr, length_ptr, out_ptr, n, stride, k, HAS_LENGTHS: tl.constexpr, BLOCK: tl.constexpr
+def _select_kernel(
+    score_ptr, length_ptr, candidate_ptr, out_ptr, n, stride, k,
+    PART: tl.constexpr, HAS_LENGTHS: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The best k of one part of a row, or of the candidate positions that the parts left, in registers."""
     row = tl.program_id(0).to(tl.int64)
-    out_ptr += row * k
+    part = tl.program_id(1)
+    score_ptr += row * stride
+    out_ptr += (row * tl.num_programs(1) + part) * k
     if HAS_LENGTHS:
         n = tl.load(length_ptr + row)
     at = tl.arange(0, BLOCK)
-    score = tl.load(score_ptr + row * stride + at, mask=at < n, other=float("-inf"))
+    if CANDIDATES:
+        at = tl.load(candidate_ptr + row * n + at, mask=at < n, other=-1)
+        score = tl.load(score_ptr + at, mask=at >= 0, other=float("-inf"))
+    else:
+        at += part * PART
+        score = tl.load(score_ptr + at, mask=at < tl.minimum(n, (part + 1) * PART), other=float("-inf"))
     key = tl.where(score > float("-inf"), sort_key(score), 0)  # 0: not to be taken
     limit = tl.zeros([], tl.uint32)
     bit = tl.full([], 0x80000000, tl.uint32)
@@ -108,7 +127,7 @@ def _resident_kernel(
 
 
 @triton.jit
-def _topk_kernel(
+def _walk_kernel(
     score_ptr, length_ptr, out_ptr, n, stride, k, HAS_LENGTHS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)

@@ -38,13 +38,13 @@ def candidates(case: Case) -> tuple[str, list[dict]] | None:
     if case.op.startswith(("gemm_fp8", "grouped_gemm_fp8")):
         narrow = case.ceiling == "copy"
         if not narrow:
-            tiles = [(128, 256, 2, 8), (128, 128, 1, 8), (64, 128, 1, 4), (64, 256, 2, 4), (64, 256, 1, 4)]
+            tiles = [(128, 128, 2, 4), (128, 128, 1, 8), (64, 128, 1, 4), (64, 256, 2, 4), (128, 64, 1, 4)]
             return "gemm_fp8", [
                 {"NARROW": 0, "BLOCK_M": m, "BLOCK_N": n, "HALVES": h, "num_warps": w, "GROUP_M": g, "STAGES": s}
-                for (m, n, h, w), g, s in itertools.product(tiles, (8, 16, 32), (3, 4))
+                for (m, n, h, w), g, s in itertools.product(tiles, (8, 16), (2, 3, 4))
             ]
         if "~98" in case.name or "~202" in case.name:
-            wide = grid(NARROW=(0,), HALVES=(1,), num_warps=(4,), GROUP_M=(1, 4), BLOCK_M=(64,), BLOCK_N=(64, 128), STAGES=(3,))
+            wide = grid(NARROW=(0,), HALVES=(1,), num_warps=(4,), GROUP_M=(1, 2, 4), BLOCK_M=(64,), BLOCK_N=(64, 128), STAGES=(3, 4))
             return "gemm_fp8", wide + grid(
                 NARROW=(1,), BLOCK_M=(64, 128), BLOCK_N=(64, 128), WAVES=(1,), STAGES=(3, 4), num_warps=(4, 8)
             )

@@ -61,7 +61,7 @@ def gemm_upcast(name: str, m: int, n: int, k: int, batch_invariant: bool) -> dic
         if name == "mxfp4":
             return {"BLOCK_M": 64, "BLOCK_N": 64, "WAVES": 3, "STAGES": 3, "num_warps": 4}
         return {"BLOCK_M": 64, "BLOCK_N": 128, "WAVES": 1, "STAGES": 3, "num_warps": 8}
-    if m < 160 or (name == "mxfp4" and m >= 1024):
+    if m < 160 or name == "bf16" or (name == "mxfp4" and m >= 1024):
         return {"BLOCK_M": 128, "BLOCK_N": 64, "WAVES": 1, "STAGES": 3, "num_warps": 4}
     return {"BLOCK_M": 256, "BLOCK_N": 128, "WAVES": 1, "STAGES": 3, "num_warps": 8}
 
