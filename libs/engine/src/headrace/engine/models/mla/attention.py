@@ -1,0 +1,136 @@
+"""Multi-head latent attention over paged latents, absorbed form: one key of kv_lora_rank + rope channels per token is
+the key of every head, its first kv_lora_rank channels are the value (DeepSeek-V2 report, section 2.1).
+
+    score(t, s) = (W_UK^T q_nope) . latent_s + q_rope . k_rope_s,   out = W_UV (sum_s p_s latent_s)
+
+Prefill and decode run the same products, so a row's result does not depend on how its sequence was cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from .cache import BLOCK_TOKENS, Latents
+from .config import ModelConfig
+from .layers import LATENT_EPS, linear, rms_norm
+from .rows import Group, Rows
+
+TILE_ROWS = 256  # rows of a piece that are attended at once: they see up to the last one's context
+SPLIT_ELEMENTS = 1 << 23  # of one tile's partial results with batch invariance
+LEAST_ROWS = 16  # with batch invariance: below 4 rows a CPU's products have other bits (`device`)
+
+# (q [S, H, L, D], k, v, attn_mask) -> (out, log-sum-exp fp32 [S, H, L]); fused, accumulates in fp32.
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclass(slots=True)
+class Attention:
+    """w_a [q_lora_rank + latent, d]: first projections of query and KV in one; without q_lora_rank the query's part is
+    the whole projection [heads * qk_head_dim, d] and w_q is None. w_uk [H, nope, rank], w_uv [H, rank, v]. Rotary
+    channels are adjacent pairs."""
+
+    config: ModelConfig
+    scale: float
+    w_a: torch.Tensor
+    q_norm: torch.Tensor | None
+    w_q: torch.Tensor | None
+    kv_norm: torch.Tensor
+    w_uk: torch.Tensor
+    w_uv: torch.Tensor
+    w_o: torch.Tensor
+    split: bool = False  # batch invariance: context in splits of one block, combined in order
+    tile: int = 0
+
+    def project(self, x: torch.Tensor, phases: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normed input [T, d], phases [T, 1, rope / 2] -> absorbed queries [T, H, latent], latents [T, latent]."""
+        c = self.config
+        heads, rank, nope = c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim
+        q, kv = linear(x, self.w_a, self.tile).split([self.w_a.shape[0] - c.latent_dim, c.latent_dim], dim=1)
+        if self.w_q is not None:
+            q = linear(rms_norm(q, self.q_norm, LATENT_EPS), self.w_q, self.tile)
+        q = q.unflatten(1, (heads, -1))
+        pairs = x.new_empty(x.shape[0], heads + 1, c.qk_rope_head_dim, dtype=torch.float32)  # of all heads, and the key's
+        pairs[:, :heads] = q[..., nope:]
+        pairs[:, heads] = kv[:, rank:]
+        torch.view_as_complex(pairs.unflatten(-1, (-1, 2))).mul_(phases)
+        queries = x.new_empty(x.shape[0], heads, c.latent_dim)
+        queries[..., :rank] = self._per_head(q[..., :nope], self.w_uk)
+        queries[..., rank:] = pairs[:, :heads]
+        latents = torch.cat([rms_norm(kv[:, :rank], self.kv_norm, LATENT_EPS), pairs[:, heads].to(x.dtype)], dim=1)
+        return queries, latents
+
+    def attend(self, queries: torch.Tensor, rows: Rows, cache: Latents) -> torch.Tensor:
+        """[padded, H, latent] -> [padded, d]; the rows' own latents are in the cache already."""
+        parts = [self._group(queries[group.begin : group.end], group, cache) for group in rows.groups]
+        if rows.padded > rows.count:
+            parts.append(parts[0].new_zeros(rows.padded - rows.count, *parts[0].shape[1:]))
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return linear(self._per_head(mixed, self.w_uv).flatten(1), self.w_o, self.tile)
+
+    def _per_head(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[T, H, in] x [H, in, out] -> [T, H, out]."""
+        step = self.tile or x.shape[0]
+        parts = [torch.bmm(part.transpose(0, 1), weight).transpose(0, 1) for part in x.split(step)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _group(self, queries: torch.Tensor, group: Group, cache: Latents) -> torch.Tensor:
+        """[segments * length, H, latent] -> [segments * length, H, rank]."""
+        heads, rank = queries.shape[1], self.config.kv_lora_rank
+        keys = cache.read(group.tables).unsqueeze(1)  # [S, 1, N, latent]
+        q = queries.unflatten(0, (group.segments, group.length))
+        if group.length == 1:  # heads are the rows of one product
+            mask = group.mask(0, 1)
+            return self._context(q, keys, mask.expand(-1, -1, heads, -1), group.positions)[..., :rank].flatten(0, 1)
+        q, parts = q.transpose(1, 2), []
+        for start in range(0, group.length, self._step(group, heads)):
+            stop = min(start + self._step(group, heads), group.length)
+            mask = group.mask(start, stop)
+            part = self._context(q[:, :, start:stop], keys[:, :, : mask.shape[-1]], mask, group.positions[:, start:stop])
+            parts.append(part[..., :rank].transpose(1, 2))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).flatten(0, 1)
+
+    def _step(self, group: Group, heads: int) -> int:
+        if not self.split:
+            return TILE_ROWS
+        row = group.segments * heads * group.tables.shape[1] * self.config.latent_dim
+        return max(LEAST_ROWS, min(TILE_ROWS, SPLIT_ELEMENTS // row // LEAST_ROWS * LEAST_ROWS))
+
+    def _context(
+        self, q: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """q [S, H, L, latent], keys [S, 1, N, latent], mask [S, 1, L, N] -> [S, H, L, latent].
+
+        Decode has its heads as L: then positions [S, 1] hold for all of them.
+        """
+        heads = q.shape[1]
+        if not self.split:
+            keys = keys.expand(-1, heads, -1, -1)
+            return _fused(q, keys, keys, attn_mask=mask.expand(-1, heads, -1, -1), scale=self.scale)[0]
+        missing = max(LEAST_ROWS - q.shape[2], 0)
+        if missing:
+            q, mask = F.pad(q, (0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing))
+        segments, blocks, rows = q.shape[0], keys.shape[2] // BLOCK_TOKENS, q.shape[2]
+        each = keys.view(segments, blocks, 1, BLOCK_TOKENS, -1).expand(-1, -1, heads, -1, -1).flatten(0, 1)
+        every_q = q.unsqueeze(1).expand(-1, blocks, -1, -1, -1).flatten(0, 1)
+        masks = mask.unflatten(-1, (blocks, -1)).permute(0, 3, 1, 2, 4).expand(-1, -1, heads, -1, -1).flatten(0, 1)
+        out, lse = _fused(every_q, each, each, attn_mask=masks, scale=self.scale)
+        out = out.unflatten(0, (segments, blocks)).float()
+        lse = lse.view(segments, blocks, heads, rows)[..., : rows - missing]
+        combined = self._combine(out[..., : rows - missing, :], lse, positions)
+        return combined.to(q.dtype)
+
+    def _combine(self, out: torch.Tensor, lse: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Partial results [S, B, H, L, D] and their log-sum-exp [S, B, H, L], in the order of blocks; a block behind a
+        row's position adds exactly nothing."""
+        begins = torch.arange(out.shape[1], device=out.device) * BLOCK_TOKENS
+        unseen = begins[:, None] > positions[:, None]  # [S, B, L or 1]
+        lse = lse.masked_fill(unseen.unsqueeze(2), -torch.inf)
+        weights = torch.exp(lse - lse.amax(1, keepdim=True)).unsqueeze(-1)
+        total, result = weights[:, 0], out[:, 0] * weights[:, 0]
+        for block in range(1, out.shape[1]):
+            total = total + weights[:, block]
+            result = result + out[:, block] * weights[:, block]
+        return result / total

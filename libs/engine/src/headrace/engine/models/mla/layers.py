@@ -1,0 +1,187 @@
+"""Parts of an MLA block on rows [T, ...]: products, norm, rotary embedding, gate and experts.
+
+Nothing here knows sequences, caches or checkpoints. T: rows, d: hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from .config import ModelConfig, Rope
+
+LATENT_EPS = 1e-6  # of the norms inside attention; config.json's rms_norm_eps is that of the others
+SMALL = 16  # rows up to which every expert is computed for every row
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, tile: int = 0) -> torch.Tensor:
+    """[T, in] x [out, in] -> [T, out]; `tile` > 0 multiplies that many rows at a time (see `device.row_rule`)."""
+    if tile and x.shape[0] > tile:
+        return torch.cat([F.linear(rows, weight) for rows in x.split(tile)])
+    return F.linear(x, weight)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """weight * x / rms(x), normalised in fp32 and rounded before the weight, as the published code does."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+# ------------------------------------------------------------------ rotary embedding
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    """YaRN's attention temperature, 1 without extension."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def attention_scale(config: ModelConfig) -> float:
+    """What multiplies scores: 1 / sqrt(head dim), times the squared temperature of mscale_all_dim."""
+    rope = config.rope
+    scale = config.qk_head_dim**-0.5
+    return scale * yarn_scale(rope.factor, rope.mscale_all_dim) ** 2 if rope.yarn and rope.mscale_all_dim else scale
+
+
+def rope_frequencies(rope: Rope, dim: int) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies fp32 [dim / 2] and the factor of the rotated parts."""
+    frequencies = 1.0 / (rope.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    if not rope.yarn:
+        return frequencies, 1.0
+
+    def correction(rotations: float) -> float:
+        turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(rope.rope_theta))
+
+    low, high = correction(rope.beta_fast), correction(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    factor = rope.attention_factor
+    if not factor:
+        both = rope.mscale and rope.mscale_all_dim
+        factor = yarn_scale(rope.factor, rope.mscale if both else 1.0)
+        factor /= yarn_scale(rope.factor, rope.mscale_all_dim) if both else 1.0
+    return frequencies / rope.factor * ramp + frequencies * (1 - ramp), factor
+
+
+class RopeTable:
+    """factor * exp(i * position * frequency) as complex64, grown in whole pages so that a value never depends on who
+    asked first."""
+
+    PAGE = 4096
+
+    def __init__(self, rope: Rope, dim: int) -> None:
+        self.frequencies, self.factor = rope_frequencies(rope, dim)
+        self.table = torch.empty(0, dim // 2, dtype=torch.complex64)
+
+    def __call__(self, positions: torch.Tensor, limit: int) -> torch.Tensor:
+        """int64 [T], all below `limit` -> [T, 1, dim / 2]."""
+        while self.table.shape[0] < limit:
+            page = torch.arange(self.table.shape[0], self.table.shape[0] + self.PAGE, dtype=torch.float32)
+            angles = page[:, None] * self.frequencies
+            self.table = torch.cat([self.table, torch.polar(torch.full_like(angles, self.factor), angles)])
+        return self.table.index_select(0, positions).unsqueeze(1)
+
+
+# ------------------------------------------------------------------ feed-forward
+
+
+@dataclass(slots=True)
+class MLP:
+    """w_down (silu(gate x) * (up x)). w_in [2 I, d]: gate above up; w_out [d, I]."""
+
+    w_in: torch.Tensor
+    w_out: torch.Tensor
+    tile: int = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(activate(linear(x, self.w_in, self.tile)), self.w_out, self.tile)
+
+
+def activate(wide: torch.Tensor) -> torch.Tensor:
+    """[..., 2 I] -> [..., I]."""
+    gate, up = wide.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@dataclass(slots=True)
+class Gate:
+    """weight [E, d] and bias [E] (noaux_tc only) in fp32."""
+
+    config: ModelConfig
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    tile: int = 0
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, d] -> expert ids [T, k], fp32 weights [T, k]. The bias chooses but does not weigh."""
+        c = self.config
+        scores = linear(x.float(), self.weight, self.tile)
+        scores = scores.sigmoid() if c.scoring_func == "sigmoid" else scores.softmax(dim=-1)
+        choice = scores if self.bias is None else scores + self.bias
+        if c.topk_method != "greedy" and c.topk_group < c.n_group:
+            choice = self._inside_groups(choice)
+        chosen = torch.topk(choice, c.num_experts_per_tok, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if c.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return chosen, weights * c.routed_scaling_factor
+
+    def _inside_groups(self, choice: torch.Tensor) -> torch.Tensor:
+        """-inf outside of the best groups: by the sum of their two best experts (V3) or by their best one (V2)."""
+        c = self.config
+        grouped = choice.unflatten(1, (c.n_group, -1))
+        if c.topk_method == "noaux_tc":
+            strength = grouped.topk(2, dim=-1).values.sum(-1)
+        else:
+            strength = grouped.amax(-1)
+        best = torch.topk(strength, c.topk_group, dim=-1).indices
+        outside = torch.ones_like(strength, dtype=torch.bool).scatter_(1, best, False)
+        return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+@dataclass(slots=True)
+class MoE:
+    """Routed experts w_in [E, 2 I, d], w_out [E, d, I], and the shared ones as one MLP.
+
+    Rows are sorted by expert, each expert's padded to a multiple of `row_multiple`, and multiplied expert by expert.
+    A row's sum runs over its experts in the gate's order, whatever else is in the batch.
+    """
+
+    gate: Gate
+    w_in: torch.Tensor
+    w_out: torch.Tensor
+    shared: MLP | None
+    row_multiple: int = 1
+    tile: int = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.gate(x)
+        top_k = chosen.shape[1]
+        by_expert = chosen.flatten().sort(stable=True)
+        counts = torch.bincount(by_expert.values, minlength=self.w_in.shape[0])
+        padded = -(-counts // self.row_multiple) * self.row_multiple
+        ends = padded.cumsum(0)
+        pairs = by_expert.indices
+        shift = (ends - padded) - (counts.cumsum(0) - counts)  # of an expert's rows, by the padding before them
+        place = torch.arange(len(pairs), device=x.device) + shift[by_expert.values]
+        size = len(pairs) if self.row_multiple == 1 else int(ends[-1])
+        inputs = x.new_zeros(size, x.shape[1]).index_copy_(0, place, x.index_select(0, pairs // top_k))
+        outputs = self._multiply(activate(self._multiply(inputs, self.w_in, ends)), self.w_out, ends)
+        place_of_pair = torch.empty_like(place).index_copy_(0, pairs, place)
+        picked = outputs.index_select(0, place_of_pair).unflatten(0, (-1, top_k))
+        routed = (picked.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        return routed if self.shared is None else routed + self.shared(x)
+
+    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """x [rows, in], those of expert e before ends[e]; weight [E, out, in] -> [rows, out]."""
+        result, start = x.new_empty(x.shape[0], weight.shape[1]), 0
+        for expert, end in enumerate(ends.tolist()):
+            if end > start:
+                result[start:end] = linear(x[start:end], weight[expert], self.tile)
+            start = end
+        return result

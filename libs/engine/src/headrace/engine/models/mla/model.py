@@ -1,0 +1,144 @@
+"""One forward pass of an MLA model over a batch of segments, and the output head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn import functional as F
+
+from ...batch import Segment
+from ...cache import CacheSpec, KVPool
+from .attention import Attention
+from .cache import BLOCK_TOKENS, Latents, StatePool
+from .config import ModelConfig
+from .layers import MLP, MoE, RopeTable, linear, rms_norm
+from .rows import Piece, Rows
+
+
+@dataclass(slots=True)
+class Layer:
+    input_norm: torch.Tensor
+    attention: Attention
+    post_norm: torch.Tensor
+    feed_forward: MLP | MoE
+
+
+class MlaModel:
+    """Implements `headrace.engine.batch.Model`. Weights are the loader's."""
+
+    kind = "mla"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: CacheSpec,
+        store: str,
+        layers: Sequence[Layer],
+        embed: torch.Tensor,
+        norm: torch.Tensor,
+        head: torch.Tensor,
+        *,
+        row_multiple: int = 1,
+        tile: int = 0,
+    ) -> None:
+        self.config, self.spec, self.store = config, spec, store
+        self.layers, self.embed, self.norm, self.head = list(layers), embed, norm, head
+        self.row_multiple, self.tile = row_multiple, tile  # see `device.row_rule`
+        self.dtype, self.device = norm.dtype, norm.device
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.eos_token_ids, self.max_model_len = config.eos_token_id, config.max_position_embeddings
+        self.checkpoint_digest = ""
+        self.rope = RopeTable(config.rope, config.qk_rope_head_dim)
+        self._pools: WeakKeyDictionary[KVPool, list[Latents]] = WeakKeyDictionary()
+
+    def new_states(self, slots: int) -> StatePool:
+        return StatePool(slots, self.spec.layout_id)
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment], kv: KVPool, states: StatePool) -> torch.Tensor:
+        """See `headrace.engine.batch.Model.forward`: final-norm hidden rows named by `outputs`, [R, hidden_size]."""
+        _check(segments, states)
+        for segment in segments:
+            states.next[segment.slot] = segment.stop
+        rows = self._rows([Piece(i, s.start, s.stop) for i, s in enumerate(segments)], segments)
+        ids = [token for piece in rows.pieces for token in segments[piece.index].ids]
+        ids = torch.tensor(ids + [0] * (rows.padded - rows.count), dtype=torch.int64, device=self.device)
+        x = F.embedding(ids, self.embed).to(self.dtype)
+        phases = self.rope(rows.positions, rows.limit)
+        for layer, cache in zip(self.layers, self._paged(kv), strict=True):
+            normed = rms_norm(x, layer.input_norm, self.config.rms_norm_eps)
+            queries, latents = layer.attention.project(normed, phases)
+            self._write(cache, latents, rows)
+            if layer is self.layers[-1]:  # nobody reads the others' last layer
+                kept = self._wanted_rows(rows, segments)
+                if kept is None:
+                    return x.new_zeros(0, self.hidden_size)
+                rows, take = kept
+                if take is not None:
+                    x, queries = x.index_select(0, take), queries.index_select(0, take)
+            x = x + layer.attention.attend(queries, rows, cache)
+            x = x + layer.feed_forward(rms_norm(x, layer.post_norm, self.config.rms_norm_eps))
+        return self._outputs(x, rows, segments)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden_size] -> [R, vocab_size] fp32."""
+        count = hidden.shape[0]
+        hidden = F.pad(hidden.to(self.head.dtype), (0, 0, 0, -count % self.row_multiple))
+        return linear(hidden, self.head, self.tile)[:count].float()
+
+    def _paged(self, kv: KVPool) -> list[Latents]:
+        if kv not in self._pools:
+            self._pools[kv] = [Latents(kv, group, self.store, self.config, self.dtype) for group in self.spec.groups]
+        return self._pools[kv]
+
+    @staticmethod
+    def _write(cache: Latents, latents: torch.Tensor, rows: Rows) -> None:
+        if rows.fresh is not None:
+            cache.clear(rows.fresh)
+        latents = latents[: rows.count] if rows.written is None else latents.index_select(0, rows.written)
+        cache.write(rows.block, rows.place, latents)
+
+    # -------------------------------------------------------------- rows
+
+    def _rows(self, pieces: list[Piece], segments: Sequence[Segment]) -> Rows:
+        return Rows(pieces, segments, self.row_multiple, self.device)
+
+    def _wanted_rows(self, rows: Rows, segments: Sequence[Segment]) -> tuple[Rows, torch.Tensor | None] | None:
+        """Rows from each segment's first output on, and where each lies among `rows` (None: nothing changes); None when
+        no output is wanted."""
+        pieces = [Piece(i, min(s.outputs), max(s.outputs) + 1) for i, s in enumerate(segments) if s.outputs]
+        if not pieces:
+            return None
+        if sum(piece.length for piece in pieces) == rows.count:
+            return rows, None
+        kept, at = self._rows(pieces, segments), rows.first_rows()
+        take = [at[piece.index] + p for piece in kept.pieces for p in range(piece.start, piece.stop)]
+        return kept, torch.tensor(take + [0] * (kept.padded - kept.count), dtype=torch.int64, device=self.device)
+
+    def _outputs(self, x: torch.Tensor, rows: Rows, segments: Sequence[Segment]) -> torch.Tensor:
+        """Rows named by each segment's `outputs`, in the order of the segments, after the final norm."""
+        at = rows.first_rows()
+        wanted = [at[i] + position for i, segment in enumerate(segments) for position in segment.outputs]
+        index = torch.tensor(wanted, dtype=torch.int64, device=self.device)
+        return rms_norm(x.index_select(0, index), self.norm, self.config.rms_norm_eps)
+
+
+def _check(segments: Sequence[Segment], states: StatePool) -> None:
+    """Refuse a batch that contradicts itself before anything is written."""
+    for segment in segments:
+        if not 0 <= segment.slot < states.slots:
+            raise ValueError(f"state slot {segment.slot} is not one of {states.slots}")
+        if not segment.ids:
+            raise ValueError(f"slot {segment.slot} has a segment without rows at position {segment.start}")
+        if len(segment.block_table) * BLOCK_TOKENS < segment.stop:
+            raise ValueError(
+                f"slot {segment.slot}: {len(segment.block_table)} blocks of {BLOCK_TOKENS} tokens don't hold position "
+                f"{segment.stop - 1}"
+            )
+        for position in segment.outputs:
+            if not segment.start <= position < segment.stop:
+                raise ValueError(f"output {position} is not a row [{segment.start}, {segment.stop})")
