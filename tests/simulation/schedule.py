@@ -1,0 +1,273 @@
+"""What happens in one simulated world: sizes, requests and faults, all from one integer.
+
+Knows: the kinds of faults and how to draw, describe and leave out some of them. A fault is a value of its own, so a schedule
+that fails can be tried again without it (`shrunk`). Does not know services.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Config:
+    counts: dict[str, int]
+    transports: list[str]
+    decode_blocks: int
+    prefill_blocks: int
+    max_num_seqs: int
+    slab_slots: int
+    chunk: int
+    checksums: bool
+    ticket_seconds: float
+    store_seconds: float
+    queue_seconds: float
+    prefill_seconds: float  # per token
+    step_seconds: float
+    latency: float
+    overtake: float  # share of messages that may be overtaken
+
+
+@dataclass(frozen=True)
+class Request:
+    at: float
+    tokens: int
+    group: int
+    n: int = 1
+    max_tokens: int = 32
+    stop_at: int = 0  # a text stop after so many tokens
+    cancel_after: float = 0.0
+    deadline: float = 30.0
+    stream: bool = True
+
+
+@dataclass(frozen=True)
+class Message:
+    """The nth message of a name is lost, comes twice, or comes later than those sent after it."""
+
+    name: str
+    nth: int
+    action: str
+    seconds: float = 0.0
+
+    def arm(self, world: Any, began: float) -> None:
+        nth = world.network.counts[self.name] + self.nth
+        world.network.faults[self.name, nth] = (self.action, self.seconds)
+
+
+@dataclass(frozen=True)
+class When:
+    """At the nth message of a name its sender or receiver is killed, or stopped for some seconds."""
+
+    name: str
+    nth: int
+    whom: str
+    what: str
+    seconds: float
+
+    def arm(self, world: Any, began: float) -> None:
+        def now(sender: Any, receiver: Any) -> None:
+            process = sender if self.whom == "sender" else receiver
+            _hurt(world, process, self.what, self.seconds)
+
+        world.network.hooks[self.name, world.network.counts[self.name] + self.nth] = now
+
+
+@dataclass(frozen=True)
+class Hurt:
+    """A process is killed (and another one takes its place), stopped, drained, or cut off from the bus."""
+
+    what: str
+    role: str
+    index: int
+    at: float
+    seconds: float
+
+    def arm(self, world: Any, began: float) -> None:
+        world.at(began + self.at, lambda: _hurt(world, world.places[self.role, self.index], self.what, self.seconds))
+        world.trouble_until = max(world.trouble_until, began + self.at)
+
+
+@dataclass(frozen=True)
+class Span:
+    """For some seconds: the bus is down, messages get lost, bytes between workers are held back, copies are slow."""
+
+    what: str
+    at: float
+    seconds: float
+    amount: float = 0.0
+
+    def arm(self, world: Any, began: float) -> None:
+        def turn(on: bool) -> None:
+            network = world.network
+            world.network.happened[self.what] += on
+            if self.what == "bus down":
+                network.set_down(on)
+                for process in world.processes:
+                    process.unheard = float("inf") if on else max(_finite(process.unheard), world.now + 0.5)
+            elif self.what == "loss":
+                network.loss = self.amount if on else 0.0
+            elif self.what == "link held":
+                network.set_link(on)
+            else:
+                world.slow = self.amount if on else 0.0
+
+        world.at(began + self.at, turn, True)
+        world.at(began + self.at + self.seconds, turn, False)
+        world.trouble_until = max(world.trouble_until, began + self.at + self.seconds)
+
+
+def _finite(value: float) -> float:
+    return 0.0 if value == float("inf") else value
+
+
+def _hurt(world: Any, process: Any, what: str, seconds: float) -> None:
+    if process.dead or process.service is None:
+        return
+    place = process.place
+    world.network.happened[f"{what} {process.role}"] += 1
+
+    def back() -> None:
+        if world.places[place] is process:
+            world.spawn(*place)
+
+    if what == "kill":
+        world.kill(process)
+        world.at(world.now + seconds, back)
+    elif what == "stop":
+        world.pause(process)
+        world.at(world.now + seconds, world.resume, process)
+    elif what == "drain":
+        world.terminate(process, 2.0)
+
+        def end() -> None:
+            if not process.dead:
+                world.at(world.now + 0.5, end)
+            else:
+                back()
+
+        end()
+    else:
+        world.cut(process, what.split()[1])
+
+        def heal() -> None:
+            world.cut(process, "")
+            world.network.heal()
+
+        world.at(world.now + seconds, heal)
+    world.trouble_until = max(world.trouble_until, world.now + seconds)
+
+
+@dataclass(frozen=True)
+class Plan:
+    seed: int
+    config: Config
+    requests: tuple[Request, ...]
+    faults: tuple[Any, ...]
+    probes: tuple[Request, ...] = field(default=(Request(0.0, 200, 0, stream=False), Request(0.0, 40, 1, n=2)))
+
+    def describe(self) -> str:
+        lines = [f"seed {self.seed}", f"  {self.config}"]
+        lines += [f"  request {number}: {request}" for number, request in enumerate(self.requests)]
+        lines += [f"  fault: {fault}" for fault in self.faults]
+        return "\n".join(lines)
+
+
+NAMES = (
+    "Admit", "Admitted", "Run", "Accepted", "Bind", "Bound", "Commit", "Verdict", "WriterDone", "Done", "Fail", "TicketStatus",
+    "Cancel", "Out", "Resume", "Resumed", "Refused", "KvLookup", "KvFound", "KvReserve", "KvReserved", "KvCommit", "KvStored",
+    "KvRelease", "KvReleased", "KvEvents", "Presence", "Ping", "Pong",
+)  # fmt: skip
+USUAL = ("Admit", "Admitted", "Run", "Accepted", "Bind", "Bound", "Commit", "Verdict", "Cancel", "Out")
+STATES = ("Admit", "Run", "Accepted", "Bind", "Bound", "Commit", "Verdict", "Out", "KvFound", "KvReserved", "KvCommit", "Cancel")
+
+
+def draw(seed: int) -> Plan:
+    rng = random.Random(seed)
+    pick = rng.choice
+    counts = {"gateway": pick((1, 1, 2)), "prefill": pick((1, 2)), "decode": pick((1, 1, 2)), "kvstore": pick((0, 1))}
+    config = Config(
+        counts=counts,
+        transports=pick((["shm"], ["tcp"], ["shm", "tcp"])),
+        decode_blocks=pick((8, 12, 24)),
+        prefill_blocks=pick((8, 12, 24)),
+        max_num_seqs=pick((2, 4, 8)),
+        slab_slots=pick((0, 1, 2)),
+        chunk=pick((128, 256, 1024)),
+        checksums=pick((False, True)),
+        ticket_seconds=pick((1.0, 2.0)),
+        store_seconds=pick((1.0, 3.0)),
+        queue_seconds=pick((1.0, 20.0)),
+        prefill_seconds=pick((0.0001, 0.0005, 0.001)),
+        step_seconds=pick((0.01, 0.03)),
+        latency=pick((0.0005, 0.003)),
+        overtake=pick((0.0, 0.0, 0.1)),
+    )
+    requests = tuple(
+        Request(
+            at=round(rng.uniform(0.0, 3.0), 3),
+            tokens=rng.randint(3, 500),
+            group=rng.randint(0, 1),
+            n=pick((1, 1, 1, 2)),
+            max_tokens=pick((1, 2, 8, 32)),
+            stop_at=pick((0, 0, 0, 3)),
+            cancel_after=pick((0.0, 0.0, 0.0, round(rng.uniform(0.001, 0.6), 3))),
+            deadline=pick((2.0, 8.0, 30.0, 30.0)),
+            stream=pick((True, False)),
+        )
+        for _ in range(rng.randint(2, 9))
+    )
+    faults = tuple(_fault(rng, counts) for _ in range(pick((0, 1, 2, 2, 3, 4, 6))))
+    return Plan(seed, config, requests, faults)
+
+
+def _fault(rng: random.Random, counts: dict[str, int]) -> Any:
+    at, pick = round(rng.uniform(0.0, 4.0), 3), rng.choice
+    seconds = round(pick((rng.uniform(0.05, 0.6), rng.uniform(0.3, 5.0))), 3)
+    role = pick([role for role in ("prefill", "decode", "kvstore", "gateway", "prefill", "decode") if counts[role]])
+    index = rng.randrange(counts[role])
+    kind = rng.random()
+    if kind < 0.40:
+        name = pick(NAMES) if rng.random() < 0.5 else pick(USUAL)
+        return Message(name, rng.randint(1, 8), pick(("drop", "double", "delay")), seconds)
+    if kind < 0.58:
+        return When(pick(STATES), rng.randint(1, 6), pick(("sender", "receiver")), pick(("kill", "stop", "stop")), seconds)
+    if kind < 0.80:
+        what = pick(("kill", "stop", "stop", "drain", "cut lose", "cut hold"))
+        return Hurt(what, role, index, at, seconds)
+    what = pick(("bus down", "loss", "link held", "slow", "slow"))
+    amount = {"loss": pick((0.1, 0.5)), "slow": pick((0.05, 0.5, 3.0))}.get(what, 0.0)
+    return Span(what, at, min(seconds, 4.0), amount)
+
+
+def shrunk(plan: Plan, fails: Callable[[Plan], bool], tries: int = 200) -> Plan:
+    """Leave faults, then requests, out one by one as long as it still fails."""
+    for part in ("faults", "requests"):
+        index = 0
+        while index < len(getattr(plan, part)) and tries:
+            kept = getattr(plan, part)
+            less = replace(plan, **{part: kept[:index] + kept[index + 1 :]})
+            tries -= 1
+            if fails(less):
+                plan = less
+            else:
+                index += 1
+    return plan
+
+
+def mix(plans: Counter[str], plan: Plan) -> None:
+    """Count what a plan holds."""
+    for fault in plan.faults:
+        match fault:
+            case Message(name, _, action):
+                plans[f"{action} {name}"] += 1
+            case When(name, _, whom, what):
+                plans[f"{what} {whom} at {name}"] += 1
+            case Hurt(what, role):
+                plans[f"{what} {role}"] += 1
+            case Span(what):
+                plans[what] += 1

@@ -1,0 +1,275 @@
+"""The project's services inside the simulation: same classes, without HTTP, metrics and files.
+
+Knows what is put in place of what (`installed`), and the engine whose answers say whose they are. Does not know faults,
+checks or schedules.
+
+A token says request, attempt, choice and position, so a stream that gets another request's token, or one of another attempt
+after its own, is seen at once. A prompt's last id says which request it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from array import array
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import structlog
+from clock import EPOCH
+from memory import SHM, SimMemory, watched_write
+from network import SimBus
+
+from headrace.bus import Peers, Service, subjects
+from headrace.bus import service as bus_service
+from headrace.gateway.dispatch import Dispatcher
+from headrace.gateway.routing import Router
+from headrace.gateway.settings import GatewaySettings
+from headrace.kvstore import service as kvstore_service
+from headrace.kvstore.service import KvStoreService
+from headrace.transfer import peer as transfer_peer
+from headrace.transfer import server as transfer_server
+from headrace.worker import service as worker_service
+from headrace.worker.sim import SimConfig, SimEngine
+
+from headrace.decode.service import DecodeService  # isort: skip
+from headrace.prefill.service import PrefillService  # isort: skip
+
+BLOCK_BYTES, STATE_BYTES = 64, 32
+FIRST_TOKEN, REQUESTS, ATTEMPTS, CHOICES, POSITIONS = 1000, 30, 16, 4, 64
+LAST_PROMPT_ID = 500  # + request number
+
+
+def token(request: int, attempt: int, choice: int, position: int) -> int:
+    return FIRST_TOKEN + ((request * ATTEMPTS + attempt % ATTEMPTS) * CHOICES + choice) * POSITIONS + position
+
+
+def meaning(token: int) -> tuple[int, int, int, int]:
+    """-> request, attempt, choice, position"""
+    rest, position = divmod(token - FIRST_TOKEN, POSITIONS)
+    rest, choice = divmod(rest, CHOICES)
+    request, attempt = divmod(rest, ATTEMPTS)
+    return request, attempt, choice, position
+
+
+def answer_length(request: int, choice: int) -> int:
+    """Tokens before EOS."""
+    return 2 + (request * 7 + choice * 5) % 23
+
+
+class WatchedEngine(SimEngine):
+    """Its answers name their request; what is admitted is looked at first."""
+
+    def _script(self, sequence: Any) -> None:
+        number = sequence.tokens[sequence.prompt - 1] - LAST_PROMPT_ID
+        attempt = int(sequence.request.request.rpartition("/")[2])
+        length = answer_length(number, sequence.choice)
+        sequence.stream, sequence.cyclic = [token(number, attempt, sequence.choice, i) for i in range(length)], False
+
+    def admit(self, reservation: Any, handoff: Any, request: Any) -> None:
+        process = asyncio.get_running_loop().process
+        process.world.admitting(process, reservation, request.request)
+        super().admit(reservation, handoff, request)
+
+
+def build(settings: Any, role: str, register: Any) -> WatchedEngine:
+    config = SimConfig(
+        num_blocks=settings.num_blocks,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len,
+        block_bytes=settings.sim_block_bytes,
+        state_bytes=settings.sim_state_bytes,
+        hidden_bytes=16,
+        prefill_seconds_per_token=settings.sim_prefill_seconds,
+        decode_step_seconds=settings.sim_step_seconds,
+        max_snapshots=8,
+    )
+    return WatchedEngine(config, register("kv", config.num_blocks * config.block_bytes))
+
+
+class _Simulated:
+    """No side door."""
+
+    async def _start_http(self) -> None:
+        self.http_url = ""
+
+
+def _watching(service: Any, verbs: dict[str, Any]) -> dict[str, Any]:
+    """Commands as the world sees them: a worker that acknowledged a cancel takes that attempt no more."""
+    world, cancelled = service.process.world, service.cancelled
+
+    def watched(verb: str, handler: Any) -> Any:
+        def call(message: Any) -> Any:
+            answer = handler(message)
+            key = f"{message.request}/{message.attempt}"
+            if verb == "cancel":
+                cancelled[key] = world.now
+            elif type(answer).__name__ in ("Admitted", "Accepted") and world.now - cancelled.get(key, -1e9) < 50.0:
+                world.violate(f"{service.instance} took {key} after it had acknowledged its cancel")
+            return answer
+
+        return call
+
+    return verbs | {verb: watched(verb, verbs[verb]) for verb in ("cancel", "admit", "run") if verb in verbs}
+
+
+class SimDecode(_Simulated, DecodeService):
+    def verbs(self) -> dict[str, Any]:
+        return _watching(self, super().verbs())
+
+
+class SimPrefill(_Simulated, PrefillService):
+    def verbs(self) -> dict[str, Any]:
+        return _watching(self, super().verbs())
+
+
+class SimKvStore(_Simulated, KvStoreService):
+    pass
+
+
+class SimGateway(_Simulated, Service):
+    """The gateway without HTTP: presence, routing, dispatch. Joined as `gateway.service.Gateway` joins them."""
+
+    role = "gateway"
+    Settings = GatewaySettings
+
+    async def start(self) -> None:
+        await super().start()
+        self.peers = Peers(self.bus)
+        self.router = Router(self.bus, self.peers, lambda: self.dispatcher.capacity())
+        self.dispatcher = Dispatcher(self.bus, self.peers, self.instance, self.epoch, self.router, self.trace, self.settings)
+        self.peers.watch(self._on_presence)
+        await self.dispatcher.start()
+        await self.router.residency.start()
+        await self.peers.start()
+        self.set_state("ready")
+
+    async def drain(self) -> None:
+        await self.dispatcher.idle()
+
+    async def stop(self) -> None:
+        await self.dispatcher.stop()
+        await self.router.residency.stop()
+        await self.peers.stop()
+        await super().stop()
+
+    def _on_presence(self, kind: str, presence: Any) -> None:
+        if kind == "update" and presence.role in ("prefill", "decode"):
+            self.dispatcher.sent_so_far(presence)
+        elif kind == "leave":
+            self.dispatcher.left(presence.instance)
+
+
+CLASSES = {"decode": SimDecode, "prefill": SimPrefill, "kvstore": SimKvStore, "gateway": SimGateway}
+
+
+class _Micro:
+    """Service discovery is nobody's business here."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    async def start(self) -> None:
+        pass
+
+
+class _NoMetrics:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    register = observe = __init__
+
+
+class _Clock:
+    """The simulated time, as the modules see it: put in place of `time`'s functions while a world runs."""
+
+    def __init__(self) -> None:
+        self.world: Any = None
+
+    def monotonic(self) -> float:
+        return self.world.now
+
+    def time(self) -> float:
+        return EPOCH + self.world.now
+
+    def time_ns(self) -> int:
+        return int((EPOCH + self.world.now) * 1e9)
+
+
+CLOCK = _Clock()
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """While this holds, services that are made are simulated ones."""
+
+    def heard(_: Any, __: str, event: dict) -> dict:
+        CLOCK.world.on_log(event)
+        raise structlog.DropEvent
+
+    old_log = structlog.get_config()
+    patches = [
+        (time, "monotonic", CLOCK.monotonic),
+        (time, "time", CLOCK.time),
+        (time, "time_ns", CLOCK.time_ns),
+        (bus_service, "Bus", SimBus),
+        (bus_service, "MicroService", _Micro),
+        *((bus_service, name, _NoMetrics) for name in
+          ("CollectorRegistry", "ProcessCollector", "PlatformCollector", "GCCollector", "_ServiceCollector")),
+        (worker_service, "Memory", SimMemory),
+        (worker_service, "build", build),
+        (worker_service, "_WorkerCollector", _NoMetrics),
+        (kvstore_service, "Memory", SimMemory),
+        (kvstore_service, "Histogram", _NoMetrics),
+        (kvstore_service, "_Collector", _NoMetrics),
+        (transfer_peer, "shm", SHM),
+        (transfer_server.Owned, "_write", watched_write(transfer_server.Owned._write)),
+    ]  # fmt: skip
+    saved = [(where, name, getattr(where, name)) for where, name, _ in patches]
+    structlog.configure(processors=[heard], wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    try:
+        for where, name, value in patches:
+            setattr(where, name, value)
+        yield
+    finally:
+        for where, name, value in saved:
+            setattr(where, name, value)
+        structlog.configure(**old_log)
+
+
+def fresh_names() -> None:
+    """Ids are counted from the start in every world."""
+    subjects._own, subjects._next = "simulated000", iter(range(1 << 40)).__next__
+
+
+def settings(role: str, config: Any, name: str) -> Any:
+    """Small and quick: leases of seconds, pools that fill."""
+    if role == "gateway":
+        return GatewaySettings(name=name, trace=False, queue_seconds=config.queue_seconds, max_queue=64, metrics_port=0)
+    if role == "kvstore":
+        return kvstore_service.KvStoreSettings(
+            name=name, trace=False, capacity_bytes=1 << 16, max_ttl_seconds=config.store_seconds, transports=config.transports
+        )
+    cls = CLASSES[role].Settings
+    more = {"ticket_seconds": config.ticket_seconds, "slab_slots": config.slab_slots, "growth_tokens": 64}
+    return cls(
+        name=name, engine="sim", trace=False, transports=config.transports, checksums=config.checksums,
+        num_blocks=config.decode_blocks if role == "decode" else config.prefill_blocks,
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.chunk, max_model_len=1024,
+        sim_block_bytes=BLOCK_BYTES, sim_state_bytes=STATE_BYTES, sim_prefill_seconds=config.prefill_seconds,
+        sim_step_seconds=config.step_seconds, kvstore_wait=0.1, **(more if role == "decode" else {}),
+    )  # fmt: skip
+
+
+def prompt(number: int, group: int, tokens: int) -> array:
+    """`tokens` ids; prompts of one group begin alike. The last id names the request."""
+    shared = max(0, (tokens - 1) // 128 * 128 - 128 * (number % 2))
+    ids = [200 + group] * shared + [300 + number % 150] * (tokens - 1 - shared) + [LAST_PROMPT_ID + number]
+    return array("I", ids)
+
+
+NOTHING = SimpleNamespace()
