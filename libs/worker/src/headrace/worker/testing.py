@@ -150,6 +150,7 @@ class Cluster:
 
     async def audit(self, process: Process) -> dict[str, Any]:
         """What the service finds when it walks the owners of all its memory."""
+        await self.until(lambda: asyncio.sleep(0, self.find(process)), lambda found: found is not None, 5.0)
         instance = self.find(process).instance
         answer = await self.gateway.bus.request(process.role, instance, "audit", m.Ping(), timeout=5.0)
         assert isinstance(answer, m.Done), answer
@@ -307,7 +308,10 @@ class TestGateway(Service):
         request = subjects.nuid()
         prefill = prefill or random.choice(await self.peers.wait_for("prefill")).instance
         decode = decode or random.choice(await self.peers.wait_for("decode")).instance
-        layout = self.peers.get(decode).layout_id
+        presence = self.peers.get(decode)
+        if presence is None:
+            return Result(request, problem=m.Problem(502, "gone", f"{decode} is not there"))
+        layout = presence.layout_id
         packed = array("I", ids).tobytes()
         if hashes is None:
             hashes = b"".join(BlockHasher(layout, namespace).hashes(packed))
