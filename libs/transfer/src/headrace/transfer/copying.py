@@ -5,6 +5,8 @@ A memoryview assignment is as fast but keeps the lock for its whole length; `mem
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import time
 from collections.abc import Callable
@@ -76,3 +78,10 @@ def copy_pieces(pieces: list[tuple[memoryview, memoryview]], deadline: float, st
             if time.monotonic() > deadline:
                 raise TimeoutError
             copy(target[start : start + SLICE], source[start : start + SLICE])
+
+
+async def ended(job: asyncio.Future) -> None:
+    """Wait for the end of `job`, also when whoever waits is cancelled again and again: until then its bytes may still land."""
+    while not job.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([job])

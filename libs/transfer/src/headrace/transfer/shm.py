@@ -18,7 +18,7 @@ from pathlib import Path
 
 from headrace.transfer import incarnation as incarnations
 from headrace.transfer.address import Address
-from headrace.transfer.copying import INLINE, as_bytes, copy_pieces
+from headrace.transfer.copying import INLINE, as_bytes, copy_pieces, ended
 from headrace.transfer.errors import BadRange, DeadlineExceeded, GenerationRefused, PeerLost, TransferError
 
 
@@ -173,7 +173,7 @@ class ShmPeer:
                 await asyncio.shield(job)
             except asyncio.CancelledError:
                 stopped.set()
-                await asyncio.wait([job])  # at most one slice
+                await ended(job)  # at most one slice
                 if not job.cancelled():
                     job.exception()
                 raise

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from headrace.transfer.address import Address
-from headrace.transfer.copying import as_bytes
+from headrace.transfer.copying import as_bytes, ended
 from headrace.transfer.errors import BadRange, DeadlineExceeded, GenerationRefused, PeerLost
 from headrace.transfer.frames import (
     CHUNK,
@@ -211,9 +211,10 @@ class TcpPeer(Connection):
         except ConnectionError as error:
             raise PeerLost(f"connection to {self.instance} is gone: {self.reason}") from error
         finally:
-            if not sending.done():
+            if not sending.done():  # cancelled again while its frame was going out
+                self.abort("a write was given up inside a frame")
                 sending.cancel()
-            await asyncio.wait([sending])
+                await ended(sending)
             if not sending.cancelled():
                 sending.exception()  # seen
 
