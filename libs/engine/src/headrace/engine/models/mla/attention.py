@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from ...device import ROW_MULTIPLE
 from .cache import BLOCK_TOKENS, Latents
 from .config import ModelConfig
 from .layers import LATENT_EPS, linear, rms_norm
@@ -20,7 +21,6 @@ from .rows import Group, Rows
 
 TILE_ROWS = 256  # rows of a piece that are attended at once: they see up to the last one's context
 SPLIT_ELEMENTS = 1 << 23  # of one tile's partial results with batch invariance
-LEAST_ROWS = 16  # with batch invariance: below 4 rows a CPU's products have other bits (`device`)
 
 # (q [S, H, L, D], k, v, attn_mask) -> (out, log-sum-exp fp32 [S, H, L]); fused, accumulates in fp32.
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -96,7 +96,7 @@ class Attention:
         if not self.split:
             return TILE_ROWS
         row = group.segments * heads * group.tables.shape[1] * self.config.latent_dim
-        return max(LEAST_ROWS, min(TILE_ROWS, SPLIT_ELEMENTS // row // LEAST_ROWS * LEAST_ROWS))
+        return max(ROW_MULTIPLE, min(TILE_ROWS, SPLIT_ELEMENTS // row // ROW_MULTIPLE * ROW_MULTIPLE))
 
     def _context(
         self, q: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor
@@ -109,7 +109,7 @@ class Attention:
         if not self.split:
             keys = keys.expand(-1, heads, -1, -1)
             return _fused(q, keys, keys, attn_mask=mask.expand(-1, heads, -1, -1), scale=self.scale)[0]
-        missing = max(LEAST_ROWS - q.shape[2], 0)
+        missing = -q.shape[2] % ROW_MULTIPLE  # a product of few rows has other bits
         if missing:
             q, mask = F.pad(q, (0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing))
         segments, blocks, rows = q.shape[0], keys.shape[2] // BLOCK_TOKENS, q.shape[2]
@@ -134,3 +134,30 @@ class Attention:
             total = total + weights[:, block]
             result = result + out[:, block] * weights[:, block]
         return result / total
+
+
+def rows_are_independent(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether the two batched products, per head and with a context's block, give a row the same bits for every multiple
+    of 16 rows, every place among them and any number of sequences."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    dim, rank, heads = config.latent_dim, config.kv_lora_rank, min(config.num_attention_heads, 8)
+    q, keys, hidden = draw(2, heads, 512, dim), draw(2, 1, BLOCK_TOKENS, dim), draw(2, 1, 512, BLOCK_TOKENS)
+    keys, mask = keys.expand(-1, heads, -1, -1), hidden.masked_fill(hidden > 1, -torch.inf).clamp_max(0).float()
+    whole = _fused(q, keys, keys, attn_mask=mask.expand(-1, heads, -1, -1), scale=dim**-0.5)[0]
+    for count in (16, 32, 48, 64, 192, 256):
+        part = slice(16, 16 + count)
+        one = _fused(
+            q[1:, :, part], keys[1:], keys[1:], attn_mask=mask[1:, :, part].expand(-1, heads, -1, -1), scale=dim**-0.5
+        )[0]
+        if not torch.equal(one, whole[1:, :, part]):
+            return False
+    for inner, outer in ((config.qk_nope_head_dim, rank), (rank, config.v_head_dim)):
+        x, weight = draw(heads, 512, inner), draw(heads, inner, outer)
+        whole = torch.bmm(x, weight)
+        if not all(torch.equal(torch.bmm(x[:, 16 : 16 + n], weight), whole[:, 16 : 16 + n]) for n in (16, 32, 48, 160)):
+            return False
+    return True

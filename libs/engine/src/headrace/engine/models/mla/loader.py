@@ -13,7 +13,7 @@ from headrace.kernels.quantize import dequantize_block_fp8
 from ...checkpoint import Checkpoint, CheckpointError
 from ...device import row_rule
 from ...loader import LoadOptions
-from .attention import Attention
+from .attention import Attention, rows_are_independent
 from .cache import cache_spec, store_of
 from .config import FP8_BLOCK, ModelConfig
 from .layers import MLP, Gate, MoE, attention_scale
@@ -35,6 +35,11 @@ def load(checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions) -> M
     check_tensors(checkpoint, config, fused)
     rule = (1, 0)
     if options.batch_invariant:
+        if not rows_are_independent(config, dtype):
+            raise RuntimeError(
+                f"batch_invariant: on this machine a row's attention in {dtype} gets other bits when more rows stand beside "
+                "it; run without batch_invariant"
+            )
         rule = row_rule(_product_shapes(config), dtype)
     make = _Maker(checkpoint, config, dtype, fused, *rule)
     return MlaModel(
@@ -78,7 +83,6 @@ def _product_shapes(c: ModelConfig) -> set[tuple[int, int]]:
     """(out, in) of every product with rows on one side."""
     d, heads, queries = c.hidden_size, c.num_attention_heads, c.num_attention_heads * c.qk_head_dim
     shapes = {(c.vocab_size, d), (d, heads * c.v_head_dim), (2 * c.intermediate_size, d), (d, c.intermediate_size)}
-    shapes |= {(c.kv_lora_rank, c.qk_nope_head_dim), (c.v_head_dim, c.kv_lora_rank)}
     if c.q_lora_rank is None:
         shapes |= {(queries + c.latent_dim, d)}
     else:
