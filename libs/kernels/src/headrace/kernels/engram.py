@@ -84,7 +84,7 @@ def engram_gate(
     x, kv = x.contiguous(), kv.contiguous()
     out = torch.empty_like(x)
     if tokens:
-        _gate_kernel[(tokens,)](
+        _gate_kernel[(tokens, streams)](
             x, kv, q_weight, k_weight, live if live is not None else x, out, dim, eps,
             STREAMS=streams, HAS_LIVE=live is not None, BLOCK=1 << (dim - 1).bit_length(), num_warps=8 if dim > 2048 else 4,
         )  # fmt: skip
@@ -97,21 +97,20 @@ def _gate_kernel(
     STREAMS: tl.constexpr, HAS_LIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
+    stream = tl.program_id(1)
     column = tl.arange(0, BLOCK)
     mask = column < dim
+    at = (token * STREAMS + stream) * dim + column
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     memory = kv_ptr + token * (STREAMS + 1) * dim + column
+    key = tl.load(memory + stream * dim, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(memory + STREAMS * dim, mask=mask, other=0.0).to(tl.float32)
-    for stream in tl.static_range(STREAMS):
-        at = (token * STREAMS + stream) * dim + column
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        key = tl.load(memory + stream * dim, mask=mask, other=0.0).to(tl.float32)
-        weight = tl.load(qw_ptr + stream * dim + column, mask=mask, other=0.0).to(tl.float32)
-        weight *= tl.load(kw_ptr + stream * dim + column, mask=mask, other=0.0).to(tl.float32)
-        d = tl.sum(x * weight * key, 0)
-        d *= tl.rsqrt(tl.sum(x * x, 0) / dim + eps) * tl.rsqrt(tl.sum(key * key, 0) / dim + eps)
-        d = d / tl.sqrt(dim.to(tl.float32))
-        root = tl.sqrt(tl.maximum(tl.abs(d), 1e-6))
-        gate = 1 / (1 + tl.exp(-tl.where(d < 0, -root, root)))
-        if HAS_LIVE:
-            gate = tl.where(tl.load(live_ptr + token) != 0, gate, 0.0)
-        tl.store(out_ptr + at, (x + gate * value).to(tl.bfloat16), mask=mask)
+    weight = tl.load(qw_ptr + stream * dim + column, mask=mask, other=0.0).to(tl.float32)
+    weight *= tl.load(kw_ptr + stream * dim + column, mask=mask, other=0.0).to(tl.float32)
+    d = tl.sum(x * weight * key, 0) * tl.rsqrt(tl.sum(x * x, 0) / dim + eps) * tl.rsqrt(tl.sum(key * key, 0) / dim + eps)
+    d = d / tl.sqrt(dim.to(tl.float32))
+    root = tl.sqrt(tl.maximum(tl.abs(d), 1e-6))
+    gate = 1 / (1 + tl.exp(-tl.where(d < 0, -root, root)))
+    if HAS_LIVE:
+        gate = tl.where(tl.load(live_ptr + token) != 0, gate, 0.0)
+    tl.store(out_ptr + at, (x + gate * value).to(tl.bfloat16), mask=mask)

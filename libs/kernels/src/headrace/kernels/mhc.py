@@ -59,10 +59,9 @@ def mhc_pass(
     x = x.contiguous()
     out = torch.empty_like(x) if expand is not None else x
     u = torch.empty(tokens, dim, dtype=torch.bfloat16, device=x.device) if pre is not None else None
-    block = 64
+    block = 32
     chunks = dim // block
-    height = 32 if tokens >= 1024 else 16
-    rows = cdiv(tokens, height)
+    rows = cdiv(tokens, 16)
     splits = max(1, min(chunks, 16, 4 * processor_count() // max(rows, 1)))
     parts = torch.empty(splits, tokens, 32, dtype=torch.float32, device=x.device) if fn is not None else None
     o, post, comb = expand if expand is not None else (x, x, x)
@@ -70,8 +69,7 @@ def mhc_pass(
         _mhc_kernel[(rows, splits)](
             x, o, post, comb, pre if pre is not None else x, fn if fn is not None else x, out,
             u if u is not None else x, parts if parts is not None else x, tokens, dim, chunks, cdiv(chunks, splits),
-            EXPAND=expand is not None, COLLAPSE=pre is not None, MIX=fn is not None, BLOCK_T=height, BLOCK_D=block,
-            num_warps=height // 4,
+            EXPAND=expand is not None, COLLAPSE=pre is not None, MIX=fn is not None, BLOCK_T=16, BLOCK_D=block, num_warps=4,
         )  # fmt: skip
     return out, u, parts
 

@@ -44,7 +44,9 @@ def candidates(case: Case) -> tuple[str, list[dict]] | None:
                 for (m, n, h, w), g, s in itertools.product(tiles, (8, 16), (2, 3, 4))
             ]
         if "~98" in case.name or "~202" in case.name:
-            wide = grid(NARROW=(0,), HALVES=(1,), num_warps=(4,), GROUP_M=(1, 2, 4), BLOCK_M=(64,), BLOCK_N=(64, 128), STAGES=(3, 4))
+            wide = grid(
+                NARROW=(0,), HALVES=(1,), num_warps=(4,), GROUP_M=(1, 2, 4), BLOCK_M=(64,), BLOCK_N=(64, 128), STAGES=(3, 4)
+            )
             return "gemm_fp8", wide + grid(
                 NARROW=(1,), BLOCK_M=(64, 128), BLOCK_N=(64, 128), WAVES=(1,), STAGES=(3, 4), num_warps=(4, 8)
             )

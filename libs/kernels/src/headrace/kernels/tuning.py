@@ -46,7 +46,8 @@ def gemm_fp8(kind: str, m: int, n: int, k: int, batch_invariant: bool) -> dict[s
         block_n = 64 if m > 32 else 128
         waves = 1 if n * k < 1 << 23 or n >= 8192 or m <= 32 else 2
         return {"NARROW": 1, "BLOCK_M": block_m, "BLOCK_N": block_n, "WAVES": waves, "STAGES": 4, "num_warps": 4}
-    return {"NARROW": 0, "BLOCK_M": 64, "BLOCK_N": 128, "HALVES": 1, "GROUP_M": 16, "STAGES": 3, "num_warps": 4}
+    group_m = 4 if kind == "masked" else 16
+    return {"NARROW": 0, "BLOCK_M": 64, "BLOCK_N": 128, "HALVES": 1, "GROUP_M": group_m, "STAGES": 3, "num_warps": 4}
 
 
 

@@ -18,8 +18,9 @@ def cases() -> Iterator[Case]:
     yield index(128, 32, 16384, False, "full", timed=True)
     yield index(128, 32, 65536, False, "full", timed=True)
     yield index(128, 32, 65536, True, "full", timed=True)
-    for rows, n, k, size in [(4, 700, 32, "small"), (3, 20, 32, "small"), (0, 20, 4, "small"), (33, 5000, 512, "full"), (5, 40000, 512, "full"),
-                             (3, 600000, 64, "full")]:  # fmt: skip
+    small = [(4, 700, 32), (3, 20, 32), (0, 20, 4)]
+    full = [(33, 5000, 512), (5, 40000, 512), (3, 600000, 64)]
+    for rows, n, k, size in [(*c, "small") for c in small] + [(*c, "full") for c in full]:
         yield select(rows, n, k, size)
     for rows, n, k in [(128, 16384, 512), (128, 65536, 512), (4096, 16384, 512), (128, 8192, 2048)]:
         yield select(rows, n, k, "full", timed=True)
