@@ -157,14 +157,15 @@ class Client(asyncio.Protocol):
         return self.first - started, ended - started, self.chunks
 
 
-def requests(words: int, tokens: int, start: int) -> Iterator[bytes]:
-    """Requests with prompts that differ from the first word on."""
+def requests(words: int, tokens: int, start: int, extra: dict[str, Any]) -> Iterator[bytes]:
+    """Requests with prompts that differ from the first word on; `extra` joins every body."""
     number = start
     text = " ".join(WORDS * (words // 4))
     while True:
         number += 1
         message = {"role": "user", "content": f"{number} {text}"}
-        body = json.dumps({"messages": [message], "max_tokens": tokens, "stream": True, "ignore_eos": True}).encode()
+        fields = {"messages": [message], "max_tokens": tokens, "stream": True, "ignore_eos": True}
+        body = json.dumps(fields | extra).encode()
         yield HEAD % (len(body), body)
 
 
@@ -199,7 +200,7 @@ def percentile(values: list[float], share: float) -> float:
 
 async def measure(system: System, concurrency: int, words: int, args: argparse.Namespace, offset: int) -> dict[str, float]:
     """One repetition of one case."""
-    source = requests(words, args.tokens, offset)
+    source = requests(words, args.tokens, offset, getattr(args, "body", {}))
     await drive(system.port, concurrency, args.warmup, source)
     await asyncio.sleep(0.2)
     slow = calibrate()
