@@ -34,15 +34,11 @@ async def whole(cluster: Cluster, *processes: Process) -> None:
 
 
 async def request(cluster: Cluster, rng: random.Random, **options) -> tuple[Result, list[int], int]:
-    """One request; busy and full are waited out like a gateway would, on another pair if there is one."""
+    """One random request."""
     ids = [rng.randrange(500) for _ in range(rng.choice([3, 128, 200, 500]))]
     max_tokens = rng.choice([1, 2, 20, 60])
-    end = time.monotonic() + 10
-    while True:
-        result = await cluster.gateway.generate(ids, m.Sampling(max_tokens=max_tokens), **options)
-        if result.refused is None or time.monotonic() > end:
-            return result, ids, max_tokens
-        await asyncio.sleep(min(0.1, result.refused.retry_after or 0.02))
+    result = await cluster.gateway.generate(ids, m.Sampling(max_tokens=max_tokens), patience=10, **options)
+    return result, ids, max_tokens
 
 
 def judge(result: Result, ids: list[int], max_tokens: int) -> str:

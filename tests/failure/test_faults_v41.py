@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 
 import pytest
 
 from headrace.bus import messages as m
 from headrace.engine import LLM, SamplingParams
 from headrace.engine.make_checkpoint import make_checkpoint
-from headrace.worker.testing import Cluster, Result
+from headrace.worker.testing import Cluster
 
 ENGINE = ("--numerics", "exact", "--batch-invariant", "--threads", "1", "--num-blocks", "128", "--max-num-seqs", "8")
 COUNT = 36
@@ -33,25 +32,15 @@ async def test_disturbed_requests_have_their_own_answer_or_an_error(tmp_path):
     async with Cluster(tmp_path) as cluster:
         decode = await cluster.start("decode", *flags, "--ticket-seconds", "1")
         prefill = await cluster.start("prefill", *flags)
-        cluster.gateway.probe = True
         todo, results, kills = list(range(COUNT)), {}, 0
 
         async def client() -> None:
             while todo:
                 index = todo.pop(0)
                 cancel = rng.random() * 0.5 if index % 6 == 5 else None
-                results[index] = await persist(index, cancel)
-
-        async def persist(index: int, cancel: float | None) -> Result:
-            """Try again while nobody takes it: workers come back."""
-            end = time.monotonic() + 60
-            while True:
-                result = await cluster.gateway.generate(
-                    prompts[index], m.Sampling(**params[index]), deadline=40, cancel_after=cancel
+                results[index] = await cluster.gateway.generate(
+                    prompts[index], m.Sampling(**params[index]), patience=60, deadline=40, cancel_after=cancel
                 )
-                if result.refused is None or time.monotonic() > end:
-                    return result
-                await asyncio.sleep(0.1)
 
         async def killer() -> None:
             nonlocal decode, prefill, kills

@@ -29,15 +29,8 @@ async def four(cluster: Cluster, **pair: str) -> list[Result]:
     """Four requests of two chunks each, whatever becomes of them; no token is ever a wrong one."""
     prompts = [[i] * 400 for i in range(4)]
     began = time.monotonic()
-
-    async def one(ids: list[int]) -> Result:
-        while True:  # a worker that is busy is asked again, as a gateway does
-            result = await cluster.gateway.generate(ids, m.Sampling(max_tokens=8), deadline=8.0, **pair)
-            if result.refused is None or result.refused.code not in ("busy", "full"):
-                return result
-            await asyncio.sleep(0.02)
-
-    results = await asyncio.gather(*(one(ids) for ids in prompts))
+    tasks = [cluster.gateway.generate(ids, m.Sampling(max_tokens=8), patience=8, deadline=8.0, **pair) for ids in prompts]
+    results = await asyncio.gather(*tasks)
     assert time.monotonic() - began < 9.5, "a request outlived its deadline"
     for ids, result in zip(prompts, results, strict=True):
         got = result.ids[0] if result.ids else []

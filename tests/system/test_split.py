@@ -42,7 +42,7 @@ async def test_split_equals_one_process_and_no_tensor_rides_on_the_bus(transport
             while todo:
                 seed, ids = todo.pop()
                 sampling = {"max_tokens": 1 + seed * 7 % 200, "seed": seed, "n": 1 + seed % 3, "logprobs": 1}
-                result = await cluster.gateway.generate(ids, m.Sampling(**sampling))
+                result = await cluster.gateway.generate(ids, m.Sampling(**sampling), patience=20)
                 assert (result.ids, result.finish) == sim_answer(ids, **sampling), result
                 usage = result.usage
                 assert usage.prompt_tokens == usage.cached_tokens + usage.computed_rows == len(ids)

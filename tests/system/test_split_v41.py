@@ -76,13 +76,9 @@ async def run_all(cluster: Cluster, cases: list[Case]) -> list[Result]:
     async def worker() -> None:
         while todo:
             index, case = todo.pop(0)
-            for _ in range(200):
-                result = await cluster.gateway.generate(
-                    case.ids, m.Sampling(**case.sampling), deadline=100, cancel_at=case.keep or None, reason="stop"
-                )
-                if result.refused is None or result.refused.code not in ("busy", "full"):
-                    break
-                await asyncio.sleep(result.refused.retry_after or 0.05)
+            result = await cluster.gateway.generate(
+                case.ids, m.Sampling(**case.sampling), patience=60, deadline=100, cancel_at=case.keep or None, reason="stop"
+            )
             out[index] = result
 
     await asyncio.gather(*(worker() for _ in range(6)))

@@ -261,6 +261,7 @@ class TestGateway(Service):
         await super().start()
         self._subscriptions.append(await self.bus.subscribe(subjects.out(self.instance), self._out))
         self.peers = Peers(self.bus)
+        self.peers.watch(lambda kind, peer: self._died(peer.instance, "it left") if kind == "leave" else None)
         await self.peers.start()
         self.prober = Prober(self.bus, self.instance, self._died)
         self.prober.start()
@@ -290,6 +291,19 @@ class TestGateway(Service):
     # ------------------------------------------------------------ one request
 
     async def generate(
+        self, ids: Sequence[int], sampling: m.Sampling | None = None, *, patience: float = 0.0, **options: Any
+    ) -> Result:
+        """Run one request to its end; see `attempt` for the options. Workers that are busy or full are asked again for
+        `patience` seconds: waiting is the gateway's part."""
+        end = time.monotonic() + patience
+        while True:
+            result = await self.attempt(ids, sampling, **options)
+            refused = result.refused
+            if refused is None or refused.code not in ("busy", "full") or time.monotonic() > end:
+                return result
+            await asyncio.sleep(min(max(refused.retry_after, 0.01), 0.1))
+
+    async def attempt(
         self,
         ids: Sequence[int],
         sampling: m.Sampling | None = None,
@@ -303,7 +317,7 @@ class TestGateway(Service):
         namespace: bytes = NAMESPACE,
         hashes: bytes | None = None,
     ) -> Result:
-        """Run one request to its end. `cancel_after` seconds or at `cancel_at` tokens it is cancelled."""
+        """One attempt. `cancel_after` seconds or at `cancel_at` tokens it is cancelled."""
         sampling = sampling or m.Sampling()
         request = subjects.nuid()
         prefill = prefill or random.choice(await self.peers.wait_for("prefill")).instance
