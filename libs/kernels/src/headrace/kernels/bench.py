@@ -1,4 +1,4 @@
-"""Benchmarks: `python -m headrace.kernels.bench [--json] [--only TEXT] [--warm I/N]`. Needs a GPU.
+"""Benchmarks: `python -m headrace.kernels.bench [--json] [--only TEXT] [--warm I/N] [--table FILE]`. Needs a GPU.
 
 Per row: median time over replays of a CUDA graph that walks several input sets (together larger than the L2 cache),
 TFLOP/s, GB/s of the least bytes that the operation must move, the fraction of this run's own measured ceiling (device
@@ -99,7 +99,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object per row")
     parser.add_argument("--only", default="", help="only rows whose operation or shape contains one of these, by |")
     parser.add_argument("--warm", default="", help="I/N: only compile the I-th of N parts of the rows, without timing")
+    parser.add_argument("--table", default="", help="no run: print a saved --json output as a Markdown table")
     options = parser.parse_args(arguments)
+    if options.table:
+        with open(options.table) as lines:
+            print("\n".join(table([json.loads(line) for line in lines])))
+        return 0
     if not torch.cuda.is_available():
         print("headrace.kernels.bench needs a CUDA device: none is visible", file=sys.stderr)
         return 2
@@ -147,6 +152,23 @@ def environment() -> dict:
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
     }
+
+
+def table(rows: list[dict]) -> list[str]:
+    """Saved rows as Markdown: a race has the ratio to its peer, the others the fraction of the ceiling."""
+    lines = ["| operation | shape | us | TFLOP/s | GB/s | of ceiling | peer us | ratio | target |", "|---" * 9 + "|"]
+    for row in rows:
+        if "seconds" not in row:
+            continue
+        ceiling = f"{row['of_ceiling'] * 100:.0f} % {row['ceiling']}"
+        race = f"{row['peer_seconds'] * 1e6:.1f} | {row['ratio']:.2f}" if "ratio" in row else "| "
+        reached = row.get("ratio", row["of_ceiling"] if "peer" not in row else 0.0)
+        target = "" if row["target"] is None else f"{row['target']} {'met' if reached >= row['target'] else 'missed'}"
+        if row["op"] == "sparse_attention" and "ratio" not in row:
+            target = ""  # no peer reads this layout on this card
+        numbers = f"{row['seconds'] * 1e6:.1f} | {row['tflops']:.0f} | {row['gbps']:.0f}"
+        lines.append(f"| {row['op']} | {row['case']} | {numbers} | {ceiling} | {race} | {target} |")
+    return lines
 
 
 def text(row: dict) -> str:

@@ -138,7 +138,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, ...]
             *(t if t is not None else unused for t in (rows.counts, rows.frequency, rows.presence, rows.repetition)),
             token, logprob, threshold, lse, vocabulary, width, 0 if rows.mask is None else rows.mask.stride(0),
             HAS_MASK=rows.mask is not None, HAS_SEEN=seen is not None, SEEN=max(16, next_power_of_2(width)),
-            BLOCK=min(4096, max(256, next_power_of_2(vocabulary))), num_warps=8 if vocabulary > 4096 else 4,
+            BLOCK=min(8192, max(256, next_power_of_2(vocabulary))), num_warps=16 if vocabulary > 8192 else 4,
         )  # fmt: skip
     return token, logprob, threshold, lse, processed
 
