@@ -315,7 +315,7 @@ class Attention(nn.Module):
             shared.selection[self.layer] = self.indexer.select(self.layer, u, qr, phases, shared)
         windows = shared.windows(self.layer, kv[:count])
         attended = self._attend(q.float(), windows, shared).to(u.dtype)
-        return self._project(rotate(attended, phases.conj()))
+        return self.project(rotate(attended, phases.conj()))
 
     def _attend(self, q: torch.Tensor, windows: list[torch.Tensor], shared: Pass) -> torch.Tensor:
         """[padded, H, D] -> the same; padding rows give zeros."""
@@ -330,11 +330,11 @@ class Attention(nn.Module):
             parts.append(torch.zeros_like(q[shared.rows.count :]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _project(self, attended: torch.Tensor) -> torch.Tensor:
+    def project(self, attended: torch.Tensor) -> torch.Tensor:
         """Low-rank output: per group of heads, then all groups. [T, H, D] -> [T, d]."""
         c = self.config
         grouped = attended.view(attended.shape[0], c.o_groups, -1).transpose(0, 1)  # [G, T, H / G * D]
-        weight = self.wo_a.weight.view(c.o_groups, c.o_lora_rank, -1).transpose(1, 2)
+        weight = self.wo_a.weight.to(grouped.dtype).view(c.o_groups, c.o_lora_rank, -1).transpose(1, 2)
         if self.tile and grouped.shape[1] > self.tile:
             low = torch.cat([torch.bmm(part, weight) for part in grouped.split(self.tile, dim=1)], dim=1)
         else:

@@ -30,7 +30,8 @@ class Linear(nn.Module):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, tile: int = 0) -> torch.Tensor:
-    """[T, in] x [out, in] -> [T, out]."""
+    """[T, in] x [out, in] -> [T, out], in x's dtype: in training, weights are fp32 and rows may be bf16."""
+    weight = weight.to(x.dtype)
     if tile and x.shape[0] > tile:
         return torch.cat([F.linear(rows, weight) for rows in x.split(tile)])
     return F.linear(x, weight)
@@ -106,13 +107,13 @@ class RopeTable:
 
 
 def rotate(x: torch.Tensor, phases: torch.Tensor) -> torch.Tensor:
-    """Rotate the last RD channels of x [T, D] or [T, H, D] by complex phases [T, RD / 2], adjacent pairs, in place
-    for fp32."""
+    """Rotate the last RD channels of x [T, D] or [T, H, D] by complex phases [T, RD / 2], adjacent pairs; in place
+    for fp32 without gradients."""
     rope_dim = 2 * phases.shape[-1]
     phases = phases.unsqueeze(1) if x.dim() == 3 else phases
     tail = x[..., x.shape[-1] - rope_dim :]
     pairs = tail.view(*tail.shape[:-1], rope_dim // 2, 2)
-    if x.dtype == torch.float32:
+    if x.dtype == torch.float32 and not torch.is_grad_enabled():
         torch.view_as_complex(pairs).mul_(phases)
         return x
     turned = torch.view_as_real(torch.view_as_complex(pairs.float().contiguous()) * phases).flatten(-2)

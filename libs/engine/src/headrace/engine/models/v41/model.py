@@ -16,53 +16,23 @@ from torch.nn import functional as F
 from ...batch import Segment
 from ...cache import CacheSpec, KVPool
 from .attention import Attention, Pass
+from .block import Block, enter_streams
 from .cache import Entries, V41StatePool, cache_spec, codecs, paged_entries
 from .config import ModelConfig
 from .engram import Engram, NgramHash
-from .layers import Embedding, Linear, RMSNorm, RopeTable, collapse, expand, linear, mix, rope_frequencies
+from .layers import Embedding, Linear, RMSNorm, RopeTable, collapse, linear, rope_frequencies
 from .moe import MoE
 from .rows import Piece, Rows
 
 
-class Layer(nn.Module):
-    """Two sublayers on residual streams X [T, hc, d]; `pre` travels from one to the next."""
-
-    tile = 0
+class Layer(Block):
+    """A backbone layer; `index` is its number."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        c = self.config = config
-        self.index, self.compressed = layer, c.compress_ratios[layer] > 0
-        self.attn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.ffn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.attn = Attention(c, layer)
-        self.ffn = MoE(c, c.n_routed_experts, c.num_experts_per_tok)
-        if layer in c.engram_layer_ids:
-            self.engram = Engram(c, layer)
-        mixes, wide = 2 * c.hc_mult + c.hc_mult**2, c.hc_mult * c.hidden_size
-        for sublayer in ("attn", "ffn"):
-            self.register_parameter(f"hc_{sublayer}_fn", nn.Parameter(torch.empty(mixes, wide)))
-            self.register_parameter(f"hc_{sublayer}_base", nn.Parameter(torch.empty(mixes)))
-            self.register_parameter(f"hc_{sublayer}_scale", nn.Parameter(torch.empty(3)))
-
-    def attention_input(self, streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
-        return self.attn_norm(collapse(streams, pre))
-
-    def forward(
-        self,
-        streams: torch.Tensor,
-        u: torch.Tensor,
-        phases: torch.Tensor,
-        shared: Pass,
-        image: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """streams [T, hc, d], u = attention_input -> (streams, pre of the next layer)."""
-        c = self.config
-        pre, post, comb = mix(streams, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, c, self.tile)
-        streams = expand(self.attn(u, phases, shared), streams, post, comb)
-        next_pre, post, comb = mix(streams, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, c, self.tile)
-        output = self.ffn(self.ffn_norm(collapse(streams, pre)), image)
-        return expand(output, streams, post, comb), next_pre
+        super().__init__(config, Attention(config, layer), config.n_routed_experts, config.num_experts_per_tok)
+        self.index, self.compressed = layer, config.compress_ratios[layer] > 0
+        if layer in config.engram_layer_ids:
+            self.engram = Engram(config, layer)
 
 
 class V41Model(nn.Module):
@@ -132,9 +102,7 @@ class V41Model(nn.Module):
             [t for piece in rows.pieces for t in segments[piece.index].ids], dtype=torch.int64, device=self.device
         )
         h = self.embed(F.pad(ids, (0, rows.padded - rows.count))).to(self.dtype)
-        streams = h.unsqueeze(1).repeat(1, c.hc_mult, 1)
-        pre = torch.zeros(rows.padded, c.hc_mult, device=self.device)
-        pre[:, 0] = 1.0
+        streams, pre = enter_streams(h, c.hc_mult)
         hashed = None
         if self.ngrams is not None:
             hashed = self.ngrams.contexts([(segments[p.index].prev_ids, segments[p.index].ids) for p in rows.pieces])
@@ -155,7 +123,7 @@ class V41Model(nn.Module):
                     hashed = None if hashed is None else hashed[take[: rows.count].numpy()]
                 shared.enter(rows)
                 phases = self._phases(rows)
-            streams, pre = layer(streams, u, phases[layer.compressed], shared)
+            streams, pre = layer(streams, layer.attn(u, phases[layer.compressed], shared))
         return self._outputs(collapse(streams, pre), rows, segments)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

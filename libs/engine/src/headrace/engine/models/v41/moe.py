@@ -8,6 +8,8 @@ number of rows has no say in it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -35,6 +37,8 @@ class MoE(nn.Module):
 
     tile = 0
     row_multiple = 1  # pad each expert's rows to a multiple of this; also: > 1 fixes the choice of algorithm
+    always_dense = False  # never sort rows by expert: no host synchronisation, every expert gets a gradient
+    observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # sees each pass's gate scores and choice
 
     def __init__(self, config: ModelConfig, experts: int, top_k: int) -> None:
         super().__init__()
@@ -49,7 +53,7 @@ class MoE(nn.Module):
         """[T, d] -> [T, d]; `image` bool [T] marks rows inside an image span."""
         chosen, weights = self.route(x, image)
         small = self.experts * self.inter * x.shape[1] <= DENSE_WEIGHTS
-        if small and (self.row_multiple > 1 or x.shape[0] <= DENSE_ROWS):
+        if self.always_dense or small and (self.row_multiple > 1 or x.shape[0] <= DENSE_ROWS):
             return self._dense(x, chosen, weights)
         return self._grouped(x, chosen, weights)
 
@@ -58,6 +62,8 @@ class MoE(nn.Module):
         scores = F.softplus(linear(x.float(), self.gate.weight.float(), self.tile)).sqrt()
         bias = self.gate.bias if image is None else torch.where(image[:, None], self.gate.bias_vl, self.gate.bias)
         chosen = torch.topk(scores + bias, self.top_k, dim=-1).indices
+        if self.observe is not None:
+            self.observe(scores, chosen)
         weights = scores.gather(1, chosen)
         return chosen, weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.routed_scale
 
