@@ -131,6 +131,8 @@ MACHINES = {
             "checked": (same, ev.Checked((True, False, True)), NOW),
             "release": (same, ev.Released(), NOW),
             "writer_done": (same, ev.WriterDone(7), NOW),
+            "status: done": (same, ev.WriterStatus("done"), NOW),
+            "status: writing": (same, ev.WriterStatus("writing"), NOW),
             "fenced": (same, ev.Fenced(), NOW),
             "lease over": (same, None, LEASE),
             "0.25 s later": (late, None, NOW),

@@ -20,6 +20,7 @@ from headrace.bus import messages as m
 from headrace.kv import hashing
 from headrace.kv.grants import effects as fx
 from headrace.transfer import Memory, TransferError
+from headrace.transfer.incarnation import SEPARATOR
 
 from .objects import KINDS, Stored
 from .settings import KvStoreSettings
@@ -28,6 +29,7 @@ from .store import Limits, Store, StoreError
 TICK = 0.02  # seconds
 EVENT_HASHES = 8192  # per KvEvents or KvBlocks message
 CHECKERS = 2  # threads that compare checksums
+ASK_SECONDS = 0.5  # patience with a question to a writer; the questions are repeated
 
 
 class KvStoreService(Service):
@@ -225,11 +227,24 @@ class KvStoreService(Service):
     async def _ticking(self) -> None:
         """Sweeps and evictions, whatever else happens; events of what became of it."""
         while True:
-            self.store.tick(time.monotonic())
+            for grant, writer in self.store.tick(time.monotonic()):
+                self._ask_status(grant, writer)
             self._publish_events()
             if len(self._looked) > len(self.store.pinned):  # leases that ran out
                 self._looked = {handle: note for handle, note in self._looked.items() if handle in self.store.pinned}
             await asyncio.sleep(TICK)
+
+    def _ask_status(self, grant: str, writer: str) -> None:
+        """Is the worker still writing under this grant? Its `reserve` may have been answered into the void."""
+        instance = writer.partition(SEPARATOR)[0]
+        subject = subjects.command(instance.partition("-")[0], instance, "grant")
+        future = self.bus.ask(subject, m.TicketStatus(grant), ASK_SECONDS)
+
+        def answered(future: asyncio.Future[m.Message]) -> None:
+            if not future.cancelled() and future.exception() is None and isinstance(answer := future.result(), m.Done):
+                self.store.writer_says(grant, answer.state, time.monotonic())
+
+        future.add_done_callback(answered)
 
     def _publish_events(self) -> None:
         stored, removed = self.store.objects.take_events()

@@ -187,15 +187,24 @@ class Store:
 
     # ------------------------------------------------------------------ time
 
-    def tick(self, now: float) -> None:
-        """Leases, quarantine, expiry, eviction. Every turn of the loop, also when nothing is asked."""
+    def tick(self, now: float) -> list[tuple[str, str]]:
+        """Leases, quarantine, expiry, eviction. Every turn of the loop, also when nothing is asked. -> (grant, incarnation of
+        its writer) of grants in quarantine whose writers should be asked now; `writer_says` takes the answers."""
+        asking: list[tuple[str, str]] = []
         for handle, effect in self.held.tick(now):
             self.counters["expired_pins"] += 1
             self._let_go(handle, [effect])
         for grant, effect in self.grants.tick(now):
             self.counters["expired_grants"] += isinstance(effect, fx.Disarm)
+            if isinstance(effect, fx.AskStatus):
+                asking.append((grant, self.grants.get(grant).writer))
             self._carry(grant, [effect], now)
         self.evict(now)
+        return asking
+
+    def writer_says(self, grant: str, state: str, now: float) -> None:
+        """A writer's answer about a grant: "writing", or "done": it will not write under it, now or ever."""
+        self._carry(grant, self.grants.feed(grant, ev.WriterStatus(state), now), now)
 
     def evict(self, now: float) -> bool:
         """Some victims, if it is time; True when there is more to do."""

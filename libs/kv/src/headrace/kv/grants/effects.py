@@ -102,7 +102,7 @@ class CheckFence:
 
 @dataclass(frozen=True, slots=True)
 class AskStatus:
-    """Ask prefill for this ticket's status; feed its commit record as `Committed`, else `WriterStatus`."""
+    """Ask the writer for this ticket's status; feed its commit record as `Committed`, else `WriterStatus`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,8 @@ class WriterDone:
 
 @dataclass(frozen=True, slots=True)
 class WriterStatus:
-    """Owner: prefill answered a status question: "writing", or "done" (it will not write; also when it knows no such
-    ticket)."""
+    """Owner and store: the writer answered a status question: "writing", or "done" (it will not write; also when it knows no
+    such ticket)."""
 
     state: str
 

@@ -61,7 +61,7 @@ def step(grant: Grant, event: Any, now: float) -> Step:
             return after, [fx.Publish(whole), fx.FreeRoom(broken), fx.Stored(len(whole), len(broken))]
         case "expired", ev.Committed():
             return _free(grant, [], fx.Stale("the grant expired before its commit"))
-        case "expired", ev.Released() | ev.WriterDone() | ev.Fenced():
+        case "expired", ev.Released() | ev.WriterDone() | ev.WriterStatus("done") | ev.Fenced():
             return _free(grant, [])
         case "released", ev.Committed():
             if grant.outcome == "stored":
@@ -75,7 +75,7 @@ def tick(grant: Grant, now: float) -> Step:
         after = replace(grant, phase=EXPIRED, outcome="expired", poll=now + POLL)
         return after, [fx.Disarm(grant.generation), fx.CheckFence(grant.writer)]
     if grant.phase == EXPIRED and now >= grant.poll:
-        return replace(grant, poll=now + POLL), [fx.CheckFence(grant.writer)]
+        return replace(grant, poll=now + POLL), [fx.AskStatus(), fx.CheckFence(grant.writer)]
     return grant, []
 
 
