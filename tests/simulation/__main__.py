@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import os
+import re
 import sys
 import time
 import warnings
@@ -15,32 +16,35 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from schedule import draw, mix, shrunk  # noqa: E402
-from services import installed  # noqa: E402
-from world import World  # noqa: E402
+from schedule import draw, mix, shrunk
+from simulated import installed
+from world import World
 
 _clock = time.perf_counter  # real seconds; `time.monotonic` is simulated below
 
 
-def simulate(plan: Any) -> World:
+def simulate(plan: Any, traced: bool = False) -> World:
     world = World(plan)
+    world.traced = traced
     world.run()
     return world
 
 
-def fails(plan: Any) -> bool:
-    return bool(simulate(plan).violations)
+def kind(world: World) -> str:
+    """What a violation is about, without its numbers."""
+    return re.sub(r"\d+|\w*simulated\w*", "#", world.violations[0])[:60] if world.violations else ""
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python tests/simulation",
-        description="Run the real services on a simulated bus, clock, memory and processes, under faults, and check what must hold.",
+        description="The real services on a simulated bus, clock, memory and processes, under faults; checks what must hold.",
     )
     parser.add_argument("--schedules", type=int, default=1000, metavar="N", help="how many (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="stop after so many real seconds; 0: don't")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="of the first schedule (default: %(default)s)")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one schedule and tell what happened")
+    parser.add_argument("--trace", action="store_true", help="with --replay: print every message that arrives")
     parser.add_argument("--mutate", metavar="NAME", help="take a guard away (or `all`, in turn) until a violation is found")
     parser.add_argument("--keep-going", action="store_true", help="don't stop at the first schedule that fails")
     parser.add_argument("--no-shrink", action="store_true", help="don't look for a smaller schedule that fails too")
@@ -102,9 +106,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(result: dict[str, Any]) -> None:
-    print(f"\n{result['schedules']} schedules in {result['seconds']} s ({result['seconds'] / max(1, result['schedules']) * 1e3:.0f} "
-          f"ms each): {result['simulated_seconds']:,} simulated seconds, {result['messages']:,} messages, "
-          f"{result['turns']:,} checked turns")  # fmt: skip
+    each = result["seconds"] / max(1, result["schedules"]) * 1e3
+    print(f"\n{result['schedules']} schedules in {result['seconds']} s ({each:.0f} ms each): {result['simulated_seconds']:,} "
+          f"simulated seconds, {result['messages']:,} messages, {result['turns']:,} checked turns")  # fmt: skip
     for title in ("outcomes", "planned", "happened"):
         print(f"\n{title}:")
         items = [f"{name} {count:,}" for name, count in result[title].items()]
@@ -124,7 +128,7 @@ def tell(plan: Any, world: World, args: argparse.Namespace) -> None:
     for what in world.violations:
         print(f"  {what}")
     if not args.no_shrink:
-        small = shrunk(plan, fails)
+        small = shrunk(plan, lambda less: kind(simulate(less)) == kind(world))
         print("made smaller:\n" + small.describe())
         for what in simulate(small).violations:
             print(f"  {what}")
@@ -133,7 +137,7 @@ def tell(plan: Any, world: World, args: argparse.Namespace) -> None:
 
 def replay(args: argparse.Namespace) -> int:
     plan = draw(args.replay)
-    world = simulate(plan)
+    world = simulate(plan, args.trace)
     print(plan.describe())
     for asked in world.asked:
         what = f" {asked.error.code}: {asked.error}" if asked.error else ""

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from headrace.transfer import memory as memories
-from headrace.transfer.copying import as_bytes
+from headrace.transfer.copying import as_bytes, ended
 from headrace.transfer.errors import DeadlineExceeded, GenerationRefused
 from headrace.transfer.incarnation import NO_NONCE, nonce_of
 from headrace.transfer.memory import KINDS, Memory
@@ -141,7 +141,7 @@ class SimShmPeer(ShmPeer):
         try:
             await asyncio.shield(done)
         except asyncio.CancelledError:
-            await asyncio.wait([done])
+            await ended(done)
             raise
 
     @staticmethod

@@ -17,6 +17,7 @@ from typing import Any
 
 import nats.errors
 
+from headrace.bus import messages as m
 from headrace.bus.connection import Bus
 from headrace.bus.errors import Disconnected
 
@@ -194,8 +195,16 @@ class Network:
                 self._held.append((process, lambda: self._deliver(source, client, sid, args)))
                 return
         deliver = client.direct.get(sid)
+        if self.world.traced:
+            self._tell(source, client.process, args)
         if deliver is not None:
             client.process.loop.call_soon(deliver, *args)
+
+    def _tell(self, source: Any, target: Any, args: tuple) -> None:
+        name = message_name(args[2])
+        if name not in ("Ping", "Pong", "Presence", "KvEvents"):
+            text = str(m.decode(args[2]) if args[2] else "nobody listens")
+            print(f"{self.world.now - 1000.0:9.4f} {source.role}{source.number} -> {target.role}{target.number} {text[:230]}")
 
     def heal(self) -> None:
         """Somebody is connected again: what was held back arrives."""
@@ -213,7 +222,7 @@ class Network:
     # ------------------------------------------------------------ tcp
 
     def listen(self, process: Any, factory: Callable) -> Any:
-        port = 40_000 + len(self._listeners)
+        port = 40_000 + self.world.count()
         self._listeners[port] = (process, factory)
 
         async def wait_closed() -> None:

@@ -245,7 +245,7 @@ def _fault(rng: random.Random, counts: dict[str, int]) -> Any:
 
 
 def shrunk(plan: Plan, fails: Callable[[Plan], bool], tries: int = 200) -> Plan:
-    """Leave faults, then requests, out one by one as long as it still fails."""
+    """Leave faults, then requests, out one by one as long as it still fails in the same way (`fails` says so)."""
     for part in ("faults", "requests"):
         index = 0
         while index < len(getattr(plan, part)) and tries:

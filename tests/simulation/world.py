@@ -23,7 +23,7 @@ from zlib import crc32
 
 from clock import ProcessLoop
 from network import Network
-from services import BLOCK_BYTES, CLASSES, CLOCK, answer_length, fresh_names, meaning, prompt, settings
+from simulated import BLOCK_BYTES, CLASSES, CLOCK, answer_length, fresh_names, meaning, prompt, settings
 
 from headrace.bus import messages as m
 from headrace.gateway.dispatch import Record
@@ -94,7 +94,7 @@ class Asked:
 
     def tokens_(self, choice: int, ids: array) -> int:
         world, have = self.gateway.world, self.tokens[choice]
-        if self.ended:
+        if self.ended and not self.left:
             world.violate(f"request {self.number} got tokens after its end")
         for one in ids:
             number, attempt, index, position = meaning(one)
@@ -162,6 +162,7 @@ class World:
         self.slow = 0.0  # seconds that a slice takes at most
         self.slice_bytes = 64
         self.turns = 0
+        self.traced = False  # print every message that arrives
         self.trouble_until = 0.0
         self._heap: list[tuple[float, int, Any, tuple]] = []
         self._tie = itertools.count()
@@ -573,12 +574,11 @@ class World:
         """The system serves as on its first day."""
         if not self.run_until(self.now + 5.0, self._served):
             return self.violate("the system did not get ready again")
-        before = len(self.asked)
         for number, request in enumerate(self.plan.probes, start=len(self.plan.requests)):
             self.ask(number, request)
-        if not self.run_until(self.now + 6.0, self._all_ended):
-            return self.violate("after everything was healed a new request hangs")
-        for asked in self.asked[before:]:
+            if not self.run_until(self.now + 6.0, self._all_ended):
+                return self.violate("after everything was healed a new request hangs")
+            asked = self.asked[-1]
             if asked.ended != "answer":
                 self.violate(f"after everything was healed a new request got {asked.ended} {asked.error or ''}")
         if not self.run_until(self.now + QUIET, lambda: not self.debts()):
@@ -586,13 +586,13 @@ class World:
 
     def _served(self) -> bool:
         """Everybody is ready, and the gateways know it."""
+        if not all(process.ready for process in self.places.values()):
+            return False
+        workers = {p.service.instance for (role, _), p in self.places.items() if role in ("prefill", "decode")}
         for (role, _), process in self.places.items():
-            if not process.ready:
-                return False
             if role == "gateway":
                 group = process.service.router.group("sim")
-                if group is None or len(group.prefills) != self.config.counts["prefill"] or \
-                   len(group.decodes) != self.config.counts["decode"]:  # fmt: skip
+                if group is None or {w.instance for w in (*group.prefills, *group.decodes)} != workers:
                     return False
         return True
 
