@@ -8,19 +8,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def demo(tmp_path: Path, *flags: str) -> subprocess.CompletedProcess:
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A state directory: the random checkpoint in it is made by the first demo and kept for the next."""
+    return tmp_path_factory.mktemp("home")
+
+
+def demo(home: Path, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "headrace.cli", "demo", *flags],
         capture_output=True,
         text=True,
         timeout=110,
-        env={**os.environ, "HEADRACE_STATE_DIR": str(tmp_path)},
+        env={**os.environ, "HEADRACE_STATE_DIR": str(home)},
     )
 
 
-def test_second_request_computes_fewer_rows_and_says_the_same(tmp_path):
-    done = demo(tmp_path, "--json")
+def test_second_request_computes_fewer_rows_and_says_the_same(home):
+    done = demo(home, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     first, second = result["runs"]
@@ -39,8 +47,8 @@ def test_second_request_computes_fewer_rows_and_says_the_same(tmp_path):
     assert all(not Path(f"/proc/{pid}").exists() for pid in result["processes"].values()), "everything is stopped"
 
 
-def test_simulated_engine_is_labelled_and_readable(tmp_path):
-    done = demo(tmp_path, "--engine", "sim")
+def test_simulated_engine_is_labelled_and_readable(home):
+    done = demo(home, "--engine", "sim")
     assert done.returncode == 0, done.stderr
     assert "SIMULATED" in done.stdout
     assert "rows computed by prefill" in done.stdout
