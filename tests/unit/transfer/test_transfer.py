@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import random
+import threading
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from headrace.transfer import (
     TransferError,
     connect,
     frames,
+    shm,
 )
 from headrace.transfer.memory import read_u64
 
@@ -226,6 +228,35 @@ async def test_cancelled_write_leaves_nothing_behind(pair):
     await peer.write("kv", [(0, b"c" * 10)], 1, soon())  # and the peer still works
     await peer.flush(soon(), 1)
     assert owner.view("kv")[:10] == b"c" * 10
+
+
+async def test_a_write_cancelled_twice_still_waits_for_its_copy(shm_dir, monkeypatch):
+    """The first cancellation waits for the slice that is being copied; a second one must not end that wait."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(pieces, deadline, stop, copy_pieces=shm.copy_pieces):
+        begun.set()
+        go_on.wait(10)
+        copy_pieces(pieces, deadline, lambda: None)
+
+    monkeypatch.setattr(shm, "copy_pieces", slowly)
+    owner = Memory("owner", shm_dir=shm_dir, kinds=("shm",))
+    view = owner.register("kv", 1 << 20)
+    owner.arm(1, {"kv": [(0, 1 << 20)]})
+    peer = await connect(owner.address(), "writer~-~0", kinds=("shm",))
+    writing = asyncio.create_task(peer.write("kv", [(0, b"a" * (1 << 20))], 1, soon()))
+    await asyncio.to_thread(begun.wait, 10)
+    for _ in range(3):
+        writing.cancel()
+        await asyncio.sleep(0.01)
+    assert not writing.done() and view[0] == 0
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    assert view[(1 << 20) - 1] == ord("a")
+    await peer.close()
+    view.release()
+    await owner.close()
 
 
 async def test_large_copies_leave_the_loop(pair):
