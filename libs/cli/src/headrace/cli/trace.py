@@ -24,7 +24,7 @@ long as the processes that took part live and remember it. As it happens, for ev
 """
 SETTLE = 0.6  # seconds in which every living process has answered a hello
 BAR = 28  # characters of a full-width bar
-ANSWER_ID = re.compile(r"(?:chatcmpl|cmpl|resp|msg)[-_](\w+)")
+ANSWER_ID = re.compile(r"(?:chatcmpl|cmpl|resp|msg)[-_]([^\W_]+)(?:_\w+)?")
 HIDDEN = {"ts", "request", "event", "instance", "ms"}
 
 

@@ -99,7 +99,7 @@ def canonical(arguments: str) -> str:
 
 
 def _same_calls(calls: list[ToolCall], turn: Turn) -> bool:
-    if len(calls) != len(turn.calls):
+    if [call.id for call in calls] != list(turn.calls):  # results are rendered in the order of the calls
         return False
     return all(turn.calls.get(call.id) == (call.name, canonical(call.arguments)) for call in calls)
 

@@ -8,7 +8,7 @@ from ..conversation import Conversation, Message, ToolCall, ToolDefinition
 from ..errors import RecipeError
 from . import common
 from .request import OPEN, ConversionOptions, ParsedRequest, Sampling
-from .shape import F32, U8, U32, U64, Check, Misfit, Tagged, describe, misfit, reader, text
+from .shape import F32, U8, U32, U64, Check, Misfit, Tagged, describe, misfit, naming, reader, text
 
 Detail = Literal["low", "high", "original", "auto"]
 
@@ -276,8 +276,8 @@ class OpenChatRequest(ChatRequest, kw_only=True):
 
 
 _read_official = reader(ChatRequest)
-_read_open = reader(OpenChatRequest)
-read_open_fields = reader(OpenFields)
+_read_open = naming(reader(OpenChatRequest))
+read_open_fields = naming(reader(OpenFields))
 _EXTRAS = (
     "cache_salt",
     "priority",

@@ -12,7 +12,7 @@ from ..tokens import DEFAULT_TOKENS
 from . import common
 from .chat import OpenStreamOptions, _stop, apply_open, open_extras, read_open_fields
 from .request import OPEN, ConversionOptions, ParsedRequest, Sampling
-from .shape import F32, U8, U32, U64, Check, Misfit, reader
+from .shape import F32, U8, U32, U64, Check, Misfit, naming, reader
 
 FIM_BEGIN, FIM_HOLE, FIM_END = "<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"
 MAX_PROMPTS = 128
@@ -56,7 +56,7 @@ class CompletionRequest(msgspec.Struct):
     seed: U64 | None = None
 
 
-_read = reader(CompletionRequest)
+_read = naming(reader(CompletionRequest))
 
 
 def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN) -> ParsedRequest:
@@ -82,6 +82,8 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
         extras["echo"] = True
     if request.suffix is not None:
         extras["suffix"] = request.suffix
+    if getattr(request.stream_options, "continuous_usage_stats", None):
+        extras["continuous_usage_stats"] = True
     return ParsedRequest(
         protocol="completions",
         model=request.model,

@@ -12,7 +12,7 @@ from ..jsontext import compact, dumps
 from . import common
 from .chat import Effort, OpenFields, apply_open, open_extras, read_open_fields
 from .request import OPEN, ConversionOptions, ParsedRequest, Sampling
-from .shape import F32, U32, U64, Check, Misfit, Tagged, reader
+from .shape import F32, U32, U64, Check, Misfit, Tagged, naming, reader
 
 _BILLING = "x-anthropic-billing-header:"
 
@@ -260,6 +260,7 @@ class MessagesRequest(msgspec.Struct):
 
 
 _read = reader(MessagesRequest)
+_read_open = naming(_read)
 
 
 def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN) -> ParsedRequest:
@@ -267,7 +268,7 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
     value = common.parse_body(body)
     if options.dialect == "official":
         return _convert(_read(value), options, None)
-    return _convert(_read(_client_tools(value)), options, read_open_fields(value))
+    return _convert(_read_open(_client_tools(value)), options, read_open_fields(value))
 
 
 def _client_tools(value: Any) -> Any:

@@ -13,7 +13,7 @@ from ..stream.reply import float32
 from . import common
 from .chat import Detail, Effort, OpenFields, apply_open, open_extras, read_open_fields
 from .request import OPEN, ConversionOptions, ParsedRequest, Sampling
-from .shape import F32, U8, U32, Check, Misfit, Tagged, misfit, reader
+from .shape import F32, U8, U32, Check, Misfit, Tagged, misfit, naming, reader, sequence
 
 APPLY_PATCH = "apply_patch"
 TOOL_SEARCH = "tool_search"
@@ -236,7 +236,7 @@ def _input(value: Any) -> Any:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        return [_item(item) for item in value]
+        return _read_list(value)
     raise Misfit("input should be a string or a list of input items")
 
 
@@ -252,6 +252,9 @@ def _item(value: Any) -> Any:
         raise misfit(kind, "variant identifier")
     read = _read_items.get(kind)
     return OtherItem(kind) if read is None else read(value)
+
+
+_read_list = sequence(_item)
 
 
 class NamedFunction(msgspec.Struct):
@@ -353,15 +356,15 @@ class ResponsesRequest(msgspec.Struct):
 
 
 _read = reader(ResponsesRequest)
+_read_open = naming(_read)
 
 
 def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN) -> ParsedRequest:
     """A request body as a conversation and its settings. Raises RecipeError."""
     value = common.parse_body(body)
-    request = _read(value)
     if options.dialect == "official":
-        return _convert(request, options, None)
-    parsed = _convert(request, options, read_open_fields(value))
+        return _convert(_read(value), options, None)
+    parsed = _convert(_read_open(value), options, read_open_fields(value))
     parsed.extras |= {name: value[name] for name in _EXTRAS if value.get(name) is not None}
     return parsed
 

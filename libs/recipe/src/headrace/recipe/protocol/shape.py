@@ -37,11 +37,21 @@ class Tagged:
 
 
 class Misfit(ShapeError):
-    """A value of the wrong type or form."""
+    """A value of the wrong type or form. `path`: field names and list positions from the value up to the body."""
 
     def __init__(self, message: str):
         super().__init__(f"invalid request body: {message}")
         self.reason = message
+        self.path: list[str | int] = []
+
+    def named(self) -> "ShapeError":
+        """The same, naming the field; the referee's message does not."""
+        field = ""
+        for step in reversed(self.path):
+            field += f"[{step}]" if isinstance(step, int) else f".{step}" if field else step
+        if not field:
+            return self
+        return ShapeError(f"invalid request body: {field}: {self.reason}", param=field)
 
 
 def misfit(value: Any, expected: str) -> Misfit:
@@ -107,6 +117,18 @@ U64 = Annotated[int, Check(unsigned(64))]
 F32 = Annotated[float, Check(binary32)]
 
 
+def naming(read: Reader) -> Reader:
+    """`read`, its errors naming the field: for the open dialect."""
+
+    def named(value: Any) -> Any:
+        try:
+            return read(value)
+        except Misfit as error:
+            raise error.named() from None
+
+    return named
+
+
 @cache
 def reader(annotation: Any) -> Reader:
     """The function that reads a value of `annotation`."""
@@ -119,7 +141,7 @@ def reader(annotation: Any) -> Reader:
         read = reader(inner[0])
         return lambda value: None if value is None else read(value)
     if origin is list:
-        return _sequence(reader(arguments[0]))
+        return sequence(reader(arguments[0]))
     if origin is Literal:
         return _choice(arguments)
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
@@ -135,13 +157,22 @@ def _annotated(mark: Any, annotation: Any) -> Reader:
     return reader(annotation)
 
 
-def _sequence(read: Reader) -> Reader:
-    def sequence(value: Any) -> list[Any]:
+def sequence(read: Reader) -> Reader:
+    """The function that reads a list of what `read` reads."""
+
+    def items(value: Any) -> list[Any]:
         if not isinstance(value, list):
             raise misfit(value, "a sequence")
-        return [read(item) for item in value]
+        found: list[Any] = []
+        try:
+            for item in value:
+                found.append(read(item))
+        except Misfit as error:
+            error.path.append(len(found))
+            raise
+        return found
 
-    return sequence
+    return items
 
 
 def _choice(options: tuple[str, ...]) -> Reader:
@@ -185,7 +216,11 @@ def _struct(cls: type) -> Reader:
         for key, item in value.items():
             field = get(key)
             if field is not None:
-                found[field[0]] = field[1](item)
+                try:
+                    found[field[0]] = field[1](item)
+                except Misfit as error:
+                    error.path.append(key)
+                    raise
         for field in required:
             if field.name not in found:
                 raise Misfit(f"missing field `{field.encode_name}`")

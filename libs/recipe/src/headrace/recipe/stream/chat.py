@@ -4,7 +4,7 @@ from typing import Any
 
 from ..jsontext import compact
 from .parser import Event, FinishReason, StreamParser
-from .reply import Dialect, ReplyStream, data_event, json_string, logprob_entries
+from .reply import Dialect, ReplyStream, RunningUsage, data_event, json_string, logprob_entries
 
 _TAIL = b',"logprobs":null,"finish_reason":null}]'
 
@@ -159,6 +159,10 @@ class ChatStream(ReplyStream):
                 parts.append(self._base + b',"choices":[],"usage":' + compact(self.usage_object()).encode() + b"}\n\n")
             parts.append(b"data: [DONE]\n\n")
         return b"".join(parts)
+
+
+class CountedChatStream(RunningUsage, ChatStream):
+    """A ChatStream with the usage so far in every chunk; wants `include_usage`."""
 
 
 def many(streams: list[ChatStream]) -> dict[str, Any]:

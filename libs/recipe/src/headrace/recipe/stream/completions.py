@@ -4,7 +4,7 @@ from typing import Any
 
 from ..jsontext import compact
 from .parser import Event, FinishReason, Logprob, StreamParser
-from .reply import Dialect, ReplyStream, float32, json_string, token_text
+from .reply import Dialect, ReplyStream, RunningUsage, float32, json_string, token_text
 
 
 class CompletionStream(ReplyStream):
@@ -107,3 +107,7 @@ class CompletionStream(ReplyStream):
                 parts.append(self._base + b',"choices":[],"usage":' + compact(self.usage_object()).encode() + b"}\n\n")
             parts.append(b"data: [DONE]\n\n")
         return b"".join(parts)
+
+
+class CountedCompletionStream(RunningUsage, CompletionStream):
+    """A CompletionStream with the usage so far in every chunk; wants `include_usage`."""

@@ -176,6 +176,20 @@ class ReplyStream:
         raise NotImplementedError
 
 
+class RunningUsage:
+    """Mixin of the two OpenAI writers that have chunks: each tells the usage so far (`continuous_usage_stats`); it goes
+    where they write null for `include_usage`."""
+
+    def push(self, ids: list[int], logprobs: list[TokenLogprob] | None = None) -> bytes:
+        return self._counted(super().push(ids, logprobs))  # type: ignore[misc]
+
+    def finish(self, reason: FinishReason = "stop", usage: Usage | None = None, done: bool = True) -> bytes:
+        return self._counted(super().finish(reason, usage, done))  # type: ignore[misc]
+
+    def _counted(self, data: bytes) -> bytes:
+        return data.replace(b',"usage":null}\n\n', b',"usage":' + compact(self.usage_object()).encode() + b"}\n\n")  # type: ignore[attr-defined]
+
+
 def data_event(value: Any) -> bytes:
     """An unnamed server-sent event."""
     return b"data: " + compact(value).encode() + b"\n\n"

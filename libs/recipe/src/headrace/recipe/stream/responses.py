@@ -30,7 +30,8 @@ class _Item(msgspec.Struct):
 class ResponsesStream(ReplyStream):
     """Writes response.created to response.completed: items one after the other, every event numbered.
 
-    `echo`: the request's settings that the response repeats (`ParsedRequest.echo`). `namespaces`: function names that
+    `echo`: the request's settings that the response repeats (`ParsedRequest.echo`); who keeps responses adds `store`,
+    `previous_response_id` and `metadata` to it. `namespaces`: function names that
     stand for (namespace, name). `custom_tools`: functions that are custom tools to the client, their input raw text, and
     `tool_search` when the client searches (`ParsedRequest.custom_tools`).
     """
@@ -70,9 +71,20 @@ class ResponsesStream(ReplyStream):
         from ..errors import as_recipe_error
 
         failure = as_recipe_error(error)
-        response = self._object("failed", None)
+        response = self._response = self._object("failed", None)
         response["error"] = {"code": failure.code or failure.type, "message": failure.message}
         return self._event_bytes("response.failed", {"response": response})
+
+    def progress(self) -> dict[str, Any]:
+        """The response as it stands before it is over: items that are complete."""
+        return self._response or self._object("in_progress", None)
+
+    def cancel(self) -> bytes:
+        """The events that end a stream which somebody cancelled: the open item is incomplete, the response `cancelled`.
+        The protocol has no event of that name; `response.incomplete` carries it."""
+        closing = self._opening() + self._end("incomplete")
+        self._response = self._object("cancelled", self.usage_object())
+        return closing + self._event_bytes("response.incomplete", {"response": self._response})
 
     def _object(self, status: str, usage: dict[str, Any] | None, reason: str | None = None) -> dict[str, Any]:
         """The response object as it stands."""
@@ -97,13 +109,13 @@ class ResponsesStream(ReplyStream):
             "output": list(self._done),
             "parallel_tool_calls": True,
             "presence_penalty": echo.get("presence_penalty", 0.0),
-            "previous_response_id": None,
+            "previous_response_id": echo.get("previous_response_id"),
             "prompt_cache_key": None,
             "prompt_cache_retention": None,
             "reasoning": echo["reasoning"],
             "safety_identifier": None,
             "service_tier": "default",
-            "store": False,
+            "store": echo.get("store", False),
             "temperature": echo["temperature"],
             "text": echo["text"],
             "tool_choice": echo["tool_choice"],
@@ -113,7 +125,7 @@ class ResponsesStream(ReplyStream):
             "truncation": "disabled",
             "usage": usage,
             "user": echo["user"],
-            "metadata": {},
+            "metadata": echo.get("metadata", {}),
         }
 
     def usage_object(self) -> dict[str, Any]:
