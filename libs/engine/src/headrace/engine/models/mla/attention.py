@@ -1,13 +1,18 @@
-"""Multi-head latent attention over paged latents, absorbed form: one key of kv_lora_rank + rope channels per token is
-the key of every head, its first kv_lora_rank channels are the value (DeepSeek-V2 report, section 2.1).
+"""Multi-head latent attention over paged latents (DeepSeek-V2 report, section 2.1).
+
+Absorbed: one latent of kv_lora_rank + rope channels per token is the key of every head, its first kv_lora_rank channels
+are the value.
 
     score(t, s) = (W_UK^T q_nope) . latent_s + q_rope . k_rope_s,   out = W_UV (sum_s p_s latent_s)
 
-Prefill and decode run the same products, so a row's result does not depend on how its sequence was cut.
+Expanded: keys and values of every head are made from the latents first, which costs less for long chunks. With batch
+invariance everything is absorbed: prefill and decode run the same products, so a row's bits do not depend on how its
+sequence was cut.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +21,12 @@ from torch.nn import functional as F
 from ...device import ROW_MULTIPLE
 from .cache import BLOCK_TOKENS, Latents
 from .config import ModelConfig
-from .layers import LATENT_EPS, linear, rms_norm
+from .layers import LATENT_EPS, Linear, rms_norm
 from .rows import Group, Rows
 
 TILE_ROWS = 256  # rows of a piece that are attended at once: they see up to the last one's context
 SPLIT_ELEMENTS = 1 << 23  # of one tile's partial results with batch invariance
+EXPANDED_ELEMENTS = 1 << 26  # of the keys that are expanded at once
 
 # (q [S, H, L, D], k, v, attn_mask) -> (out, log-sum-exp fp32 [S, H, L]); fused, accumulates in fp32.
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -29,46 +35,65 @@ _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 @dataclass(slots=True)
 class Attention:
     """w_a [q_lora_rank + latent, d]: first projections of query and KV in one; without q_lora_rank the query's part is
-    the whole projection [heads * qk_head_dim, d] and w_q is None. w_uk [H, nope, rank], w_uv [H, rank, v]. Rotary
+    the whole projection [heads * qk_head_dim, d] and w_q is None. w_uk [H, nope, rank], w_uv [H, v, rank]. Rotary
     channels are adjacent pairs."""
 
     config: ModelConfig
     scale: float
-    w_a: torch.Tensor
+    w_a: Linear
     q_norm: torch.Tensor | None
-    w_q: torch.Tensor | None
+    w_q: Linear | None
     kv_norm: torch.Tensor
     w_uk: torch.Tensor
     w_uv: torch.Tensor
-    w_o: torch.Tensor
+    w_o: Linear
     split: bool = False  # batch invariance: context in splits of one block, combined in order
     tile: int = 0
 
     def project(self, x: torch.Tensor, phases: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normed input [T, d], phases [T, 1, rope / 2] -> absorbed queries [T, H, latent], latents [T, latent]."""
+        """Normed input [T, d], phases [T, 1, rope / 2] -> queries [T, H, nope + rope], latents [T, latent]."""
         c = self.config
         heads, rank, nope = c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim
-        q, kv = linear(x, self.w_a, self.tile).split([self.w_a.shape[0] - c.latent_dim, c.latent_dim], dim=1)
+        q, kv = self.w_a(x).split([self.w_a.shape[0] - c.latent_dim, c.latent_dim], dim=1)
         if self.w_q is not None:
-            q = linear(rms_norm(q, self.q_norm, LATENT_EPS), self.w_q, self.tile)
+            q = self.w_q(rms_norm(q, self.q_norm, LATENT_EPS))
         q = q.unflatten(1, (heads, -1))
         pairs = x.new_empty(x.shape[0], heads + 1, c.qk_rope_head_dim, dtype=torch.float32)  # of all heads, and the key's
         pairs[:, :heads] = q[..., nope:]
         pairs[:, heads] = kv[:, rank:]
         torch.view_as_complex(pairs.unflatten(-1, (-1, 2))).mul_(phases)
-        queries = x.new_empty(x.shape[0], heads, c.latent_dim)
-        queries[..., :rank] = self._per_head(q[..., :nope], self.w_uk)
-        queries[..., rank:] = pairs[:, :heads]
-        latents = torch.cat([rms_norm(kv[:, :rank], self.kv_norm, LATENT_EPS), pairs[:, heads].to(x.dtype)], dim=1)
-        return queries, latents
+        q[..., nope:] = pairs[:, :heads]
+        return q, torch.cat([rms_norm(kv[:, :rank], self.kv_norm, LATENT_EPS), pairs[:, heads].to(x.dtype)], dim=1)
 
     def attend(self, queries: torch.Tensor, rows: Rows, cache: Latents) -> torch.Tensor:
-        """[padded, H, latent] -> [padded, d]; the rows' own latents are in the cache already."""
-        parts = [self._group(queries[group.begin : group.end], group, cache) for group in rows.groups]
-        if rows.padded > rows.count:
-            parts.append(parts[0].new_zeros(rows.padded - rows.count, *parts[0].shape[1:]))
-        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return linear(self._per_head(mixed, self.w_uv).flatten(1), self.w_o, self.tile)
+        """[padded, H, nope + rope] -> [padded, d]; the rows' own latents are in the cache already."""
+        if self.split:  # products with weights see all rows at once, for their number is a multiple of 16
+            absorbed = self._absorb(queries)
+            parts = [self._latent(absorbed[group.begin : group.end], group, cache) for group in rows.groups]
+            parts.append(absorbed.new_zeros(rows.padded - rows.count, *parts[0].shape[1:]))
+            return self.w_o(self._values(torch.cat(parts)).flatten(1))
+        parts = []
+        for group in rows.groups:
+            q = queries[group.begin : group.end]
+            if self._expanding_pays(group):
+                parts.append(self._expanded(q, group, cache))
+            else:
+                parts.append(self._values(self._latent(self._absorb(q), group, cache)))
+        return self.w_o((parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1))
+
+    # -------------------------------------------------------------- absorbed: heads share the latents
+
+    def _absorb(self, q: torch.Tensor) -> torch.Tensor:
+        """[T, H, nope + rope] -> [T, H, latent]."""
+        c = self.config
+        result = q.new_empty(*q.shape[:2], c.latent_dim)
+        result[..., : c.kv_lora_rank] = self._per_head(q[..., : c.qk_nope_head_dim], self.w_uk)
+        result[..., c.kv_lora_rank :] = q[..., c.qk_nope_head_dim :]
+        return result
+
+    def _values(self, latents: torch.Tensor) -> torch.Tensor:
+        """[T, H, rank] -> [T, H, v]."""
+        return self._per_head(latents, self.w_uv.transpose(1, 2))
 
     def _per_head(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[T, H, in] x [H, in, out] -> [T, H, out]."""
@@ -76,27 +101,74 @@ class Attention:
         parts = [torch.bmm(part.transpose(0, 1), weight).transpose(0, 1) for part in x.split(step)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _group(self, queries: torch.Tensor, group: Group, cache: Latents) -> torch.Tensor:
+    def _latent(self, queries: torch.Tensor, group: Group, cache: Latents) -> torch.Tensor:
         """[segments * length, H, latent] -> [segments * length, H, rank]."""
         heads, rank = queries.shape[1], self.config.kv_lora_rank
         keys = cache.read(group.tables).unsqueeze(1)  # [S, 1, N, latent]
         q = queries.unflatten(0, (group.segments, group.length))
         if group.length == 1:  # heads are the rows of one product
             mask = group.mask(0, 1)
-            return self._context(q, keys, mask.expand(-1, -1, heads, -1), group.positions)[..., :rank].flatten(0, 1)
+            keys, mask = keys[:, :, : mask.shape[-1]], mask.expand(-1, -1, heads, -1)
+            return self._context(q, keys, mask, group.positions)[..., :rank].flatten(0, 1)
         q, parts = q.transpose(1, 2), []
-        for start in range(0, group.length, self._step(group, heads)):
-            stop = min(start + self._step(group, heads), group.length)
+        for start, stop in self._tiles(group, heads):
             mask = group.mask(start, stop)
             part = self._context(q[:, :, start:stop], keys[:, :, : mask.shape[-1]], mask, group.positions[:, start:stop])
             parts.append(part[..., :rank].transpose(1, 2))
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).flatten(0, 1)
 
-    def _step(self, group: Group, heads: int) -> int:
-        if not self.split:
-            return TILE_ROWS
-        row = group.segments * heads * group.tables.shape[1] * self.config.latent_dim
-        return max(ROW_MULTIPLE, min(TILE_ROWS, SPLIT_ELEMENTS // row // ROW_MULTIPLE * ROW_MULTIPLE))
+    def _tiles(self, group: Group, heads: int) -> Iterator[tuple[int, int]]:
+        """Rows [start, stop) of each piece that are attended at once."""
+        step = TILE_ROWS
+        if self.split:
+            row = group.segments * heads * group.tables.shape[1] * self.config.latent_dim
+            step = max(ROW_MULTIPLE, min(step, SPLIT_ELEMENTS // row // ROW_MULTIPLE * ROW_MULTIPLE))
+        for start in range(0, group.length, step):
+            yield start, min(start + step, group.length)
+
+    # -------------------------------------------------------------- expanded: every head has keys and values
+
+    def _expanding_pays(self, group: Group) -> bool:
+        """Whether keys and values of all heads cost less than long products with latents: for a chunk of many rows.
+        Multiplications per head; the fused operation has values as wide as keys."""
+        c = self.config
+        rows, keys, halves = group.length, group.keys(group.length), c.qk_nope_head_dim + c.v_head_dim
+        absorbed = rows * halves * c.kv_lora_rank + rows * keys * 2 * c.latent_dim
+        expanded = keys * halves * c.kv_lora_rank + rows * keys * 2 * c.qk_head_dim
+        return expanded < absorbed and c.v_head_dim <= c.qk_head_dim
+
+    def _expanded(self, q: torch.Tensor, group: Group, cache: Latents) -> torch.Tensor:
+        """[segments * length, H, nope + rope] -> [segments * length, H, v]."""
+        c = self.config
+        latents = cache.read(group.tables)[:, : group.keys(group.length)]  # [S, N, latent]
+        q = q.unflatten(0, (group.segments, group.length)).transpose(1, 2)  # [S, H, L, nope + rope]
+        result = q.new_empty(group.segments, group.length, q.shape[1], c.v_head_dim)
+        step = max(1, EXPANDED_ELEMENTS // (latents.shape[0] * latents.shape[1] * c.qk_head_dim))
+        for head in range(0, q.shape[1], step):
+            heads = slice(head, min(head + step, q.shape[1]))
+            keys, values = self._expand(latents, heads)
+            for start, stop in self._tiles(group, heads.stop - head):
+                mask = group.mask(start, stop)
+                seen, mask = mask.shape[-1], mask.expand(-1, keys.shape[1], -1, -1)
+                part = _fused(
+                    q[:, heads, start:stop], keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, scale=self.scale
+                )[0]
+                result[:, start:stop, heads] = part[..., : c.v_head_dim].transpose(1, 2)
+        return result.flatten(0, 1)
+
+    def _expand(self, latents: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """[S, N, latent] -> keys and values of `heads`, [S, heads, N, nope + rope]; values have zeros behind them."""
+        c = self.config
+        shape = (*latents.shape[:2], heads.stop - heads.start, c.qk_head_dim)
+        keys, values = latents.new_empty(shape), latents.new_zeros(shape)
+        compressed, rope = latents.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        for target, weight in ((keys, self.w_uk), (values, self.w_uv)):
+            width = weight.shape[1]
+            target[..., :width] = F.linear(compressed, weight[heads].flatten(0, 1)).unflatten(-1, (-1, width))
+        keys[..., c.qk_nope_head_dim :] = rope.unsqueeze(2)
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    # -------------------------------------------------------------- one product with a context
 
     def _context(
         self, q: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor

@@ -14,14 +14,30 @@ from torch.nn import functional as F
 from .config import ModelConfig, Rope
 
 LATENT_EPS = 1e-6  # of the norms inside attention; config.json's rms_norm_eps is that of the others
-SMALL = 16  # rows up to which every expert is computed for every row
+PACKED_ROWS = 32  # rows that a packed weight is laid out for; fewer and more are as fast as their own layout
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, tile: int = 0) -> torch.Tensor:
-    """[T, in] x [out, in] -> [T, out]; `tile` > 0 multiplies that many rows at a time (see `device.row_rule`)."""
-    if tile and x.shape[0] > tile:
-        return torch.cat([F.linear(rows, weight) for rows in x.split(tile)])
-    return F.linear(x, weight)
+class Linear:
+    """[T, in] -> [T, out] by a weight [out, in].
+
+    `tile` > 0 multiplies that many rows at a time (see `device.row_rule`). `pack`: a bf16 weight is kept in the order in
+    which the CPU's matrix library reads it, which few rows gain most from (the released order is copied on every call).
+    """
+
+    __slots__ = ("packed", "shape", "tile", "weight")
+
+    def __init__(self, weight: torch.Tensor, tile: int = 0, pack: bool = False) -> None:
+        self.shape, self.tile, self.weight, self.packed = weight.shape, tile, weight, None
+        if pack and weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+            self.weight = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+        if self.tile and x.shape[0] > self.tile:
+            return torch.cat([F.linear(rows, self.weight) for rows in x.split(self.tile)])
+        return F.linear(x, self.weight)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -92,14 +108,13 @@ class RopeTable:
 
 @dataclass(slots=True)
 class MLP:
-    """w_down (silu(gate x) * (up x)). w_in [2 I, d]: gate above up; w_out [d, I]."""
+    """w_out (silu(gate x) * (up x)). w_in [2 I, d]: gate above up; w_out [d, I]."""
 
-    w_in: torch.Tensor
-    w_out: torch.Tensor
-    tile: int = 0
+    w_in: Linear
+    w_out: Linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(activate(linear(x, self.w_in, self.tile)), self.w_out, self.tile)
+        return self.w_out(activate(self.w_in(x)))
 
 
 def activate(wide: torch.Tensor) -> torch.Tensor:
@@ -113,14 +128,13 @@ class Gate:
     """weight [E, d] and bias [E] (noaux_tc only) in fp32."""
 
     config: ModelConfig
-    weight: torch.Tensor
+    weight: Linear
     bias: torch.Tensor | None
-    tile: int = 0
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, d] -> expert ids [T, k], fp32 weights [T, k]. The bias chooses but does not weigh."""
         c = self.config
-        scores = linear(x.float(), self.weight, self.tile)
+        scores = self.weight(x.float())
         scores = scores.sigmoid() if c.scoring_func == "sigmoid" else scores.softmax(dim=-1)
         choice = scores if self.bias is None else scores + self.bias
         if c.topk_method != "greedy" and c.topk_group < c.n_group:
@@ -146,42 +160,33 @@ class Gate:
 
 @dataclass(slots=True)
 class MoE:
-    """Routed experts w_in [E, 2 I, d], w_out [E, d, I], and the shared ones as one MLP.
+    """Routed experts, and the shared ones as one MLP.
 
     Rows are sorted by expert, each expert's padded to a multiple of `row_multiple`, and multiplied expert by expert.
     A row's sum runs over its experts in the gate's order, whatever else is in the batch.
     """
 
     gate: Gate
-    w_in: torch.Tensor
-    w_out: torch.Tensor
+    experts: list[MLP]
     shared: MLP | None
     row_multiple: int = 1
-    tile: int = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.gate(x)
         top_k = chosen.shape[1]
         by_expert = chosen.flatten().sort(stable=True)
-        counts = torch.bincount(by_expert.values, minlength=self.w_in.shape[0])
-        padded = -(-counts // self.row_multiple) * self.row_multiple
-        ends = padded.cumsum(0)
-        pairs = by_expert.indices
-        shift = (ends - padded) - (counts.cumsum(0) - counts)  # of an expert's rows, by the padding before them
-        place = torch.arange(len(pairs), device=x.device) + shift[by_expert.values]
-        size = len(pairs) if self.row_multiple == 1 else int(ends[-1])
-        inputs = x.new_zeros(size, x.shape[1]).index_copy_(0, place, x.index_select(0, pairs // top_k))
-        outputs = self._multiply(activate(self._multiply(inputs, self.w_in, ends)), self.w_out, ends)
-        place_of_pair = torch.empty_like(place).index_copy_(0, pairs, place)
-        picked = outputs.index_select(0, place_of_pair).unflatten(0, (-1, top_k))
+        counts = torch.bincount(by_expert.values, minlength=len(self.experts)).tolist()
+        outputs = self._run(x.index_select(0, by_expert.indices // top_k), counts)
+        picked = torch.empty_like(outputs).index_copy_(0, by_expert.indices, outputs).unflatten(0, (-1, top_k))
         routed = (picked.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
         return routed if self.shared is None else routed + self.shared(x)
 
-    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """x [rows, in], those of expert e before ends[e]; weight [E, out, in] -> [rows, out]."""
-        result, start = x.new_empty(x.shape[0], weight.shape[1]), 0
-        for expert, end in enumerate(ends.tolist()):
-            if end > start:
-                result[start:end] = linear(x[start:end], weight[expert], self.tile)
-            start = end
-        return result
+    def _run(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Rows sorted by expert, `counts` of each -> the same rows after their expert."""
+        parts = []
+        for expert, rows in zip(self.experts, x.split(counts), strict=True):
+            count = rows.shape[0]
+            if count:
+                padding = -count % self.row_multiple
+                parts.append(expert(F.pad(rows, (0, 0, 0, padding)) if padding else rows)[:count])
+        return torch.cat(parts)

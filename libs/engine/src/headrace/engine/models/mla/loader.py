@@ -6,6 +6,8 @@ attention), experts of a layer lie in one tensor. The token embedding stays in t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from headrace.kernels.quantize import dequantize_block_fp8
@@ -16,9 +18,9 @@ from ...loader import LoadOptions
 from .attention import Attention, rows_are_independent
 from .cache import cache_spec, store_of
 from .config import FP8_BLOCK, ModelConfig
-from .layers import MLP, Gate, MoE, attention_scale
+from .layers import MLP, Gate, Linear, MoE, attention_scale
 from .model import Layer, MlaModel
-from .schema import checkpoint_schema, expert_name, fused_names, scale_name, stored
+from .schema import checkpoint_schema, fused_names, scale_name, stored
 
 
 def load(checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions) -> MlaModel:
@@ -49,9 +51,8 @@ def load(checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions) -> M
         [make.layer(layer, options.batch_invariant) for layer in range(config.num_hidden_layers)],
         checkpoint.tensor("embed_tokens.weight"),
         make.weight("norm.weight"),
-        make.weight("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"),
+        make.linear(make.weight("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight")),
         row_multiple=rule[0],
-        tile=rule[1],
     )
 
 
@@ -121,6 +122,10 @@ class _Maker:
             raise CheckpointError(f"{self.checkpoint.path}: {name} holds values that are not finite; the file is damaged")
         return value
 
+    def linear(self, weight: torch.Tensor) -> Linear:
+        """Batch invariance is checked for plain weights (`device.row_rule`), so it has them."""
+        return Linear(weight, self.tile, pack=self.row_multiple == 1)
+
     def _attention(self, prefix: str, split: bool) -> Attention:
         c = self.config
         heads, nope = c.num_attention_heads, c.qk_nope_head_dim
@@ -135,13 +140,13 @@ class _Maker:
         return Attention(
             config=c,
             scale=attention_scale(c),
-            w_a=torch.cat([first, kv]),
+            w_a=self.linear(torch.cat([first, kv])),
             q_norm=None if c.q_lora_rank is None else self.weight(f"{prefix}q_a_layernorm.weight"),
-            w_q=None if c.q_lora_rank is None else w_q,
+            w_q=None if c.q_lora_rank is None else self.linear(w_q),
             kv_norm=self.weight(f"{prefix}kv_a_layernorm.weight"),
             w_uk=both[:, :nope].contiguous(),
-            w_uv=both[:, nope:].transpose(1, 2).contiguous(),
-            w_o=self.weight(f"{prefix}o_proj.weight"),
+            w_uv=both[:, nope:].contiguous(),
+            w_o=self.linear(self.weight(f"{prefix}o_proj.weight")),
             split=split,
             tile=self.tile,
         )
@@ -153,36 +158,30 @@ class _Maker:
 
     def _mlp(self, prefix: str) -> MLP:
         gate, up, down = (self.weight(f"{prefix}{part}_proj.weight") for part in ("gate", "up", "down"))
-        return MLP(torch.cat([gate, up]), down, self.tile)
+        return self._feed_forward(torch.cat([gate, up]), down)
+
+    def _feed_forward(self, w_in: torch.Tensor, w_out: torch.Tensor) -> MLP:
+        return MLP(self.linear(w_in), self.linear(w_out))
 
     def _experts(self, layer: int) -> MoE:
         c, prefix = self.config, f"layers.{layer}.mlp."
         bias = f"{prefix}gate.e_score_correction_bias"
-        w_in, w_out = self._fused(layer) if self.fused else self._one_by_one(layer)
         return MoE(
             gate=Gate(
                 c,
-                self.weight(f"{prefix}gate.weight", torch.float32),
+                Linear(self.weight(f"{prefix}gate.weight", torch.float32), self.tile),
                 self.weight(bias, torch.float32) if c.topk_method == "noaux_tc" else None,
-                self.tile,
             ),
-            w_in=w_in,
-            w_out=w_out,
+            experts=list(self._fused(layer) if self.fused else self._one_by_one(layer)),
             shared=self._mlp(f"{prefix}shared_experts.") if c.n_shared_experts else None,
             row_multiple=self.row_multiple,
-            tile=self.tile,
         )
 
-    def _fused(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        wide, down = fused_names(layer)
-        return self.weight(wide), self.weight(down)
+    def _fused(self, layer: int) -> Iterator[MLP]:
+        wide, down = (self.weight(name) for name in fused_names(layer))
+        for w_in, w_out in zip(wide, down, strict=True):
+            yield self._feed_forward(w_in, w_out)
 
-    def _one_by_one(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        c = self.config
-        experts, inter, d = c.n_routed_experts, c.moe_intermediate_size, c.hidden_size
-        w_in, w_out = torch.empty(experts, 2 * inter, d, dtype=self.dtype), torch.empty(experts, d, inter, dtype=self.dtype)
-        for expert in range(experts):
-            w_in[expert, :inter] = self.weight(expert_name(layer, expert, "gate_proj"))
-            w_in[expert, inter:] = self.weight(expert_name(layer, expert, "up_proj"))
-            w_out[expert] = self.weight(expert_name(layer, expert, "down_proj"))
-        return w_in, w_out
+    def _one_by_one(self, layer: int) -> Iterator[MLP]:
+        for expert in range(self.config.n_routed_experts):
+            yield self._mlp(f"layers.{layer}.mlp.experts.{expert}.")

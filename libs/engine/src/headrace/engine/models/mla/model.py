@@ -14,7 +14,7 @@ from ...cache import CacheSpec, KVPool
 from .attention import Attention
 from .cache import BLOCK_TOKENS, Latents, StatePool
 from .config import ModelConfig
-from .layers import MLP, MoE, RopeTable, linear, rms_norm
+from .layers import MLP, Linear, MoE, RopeTable, rms_norm
 from .rows import Piece, Rows
 
 
@@ -39,14 +39,13 @@ class MlaModel:
         layers: Sequence[Layer],
         embed: torch.Tensor,
         norm: torch.Tensor,
-        head: torch.Tensor,
+        head: Linear,
         *,
         row_multiple: int = 1,
-        tile: int = 0,
     ) -> None:
         self.config, self.spec, self.store = config, spec, store
         self.layers, self.embed, self.norm, self.head = list(layers), embed, norm, head
-        self.row_multiple, self.tile = row_multiple, tile  # see `device.row_rule`
+        self.row_multiple = row_multiple  # see `device.row_rule`
         self.dtype, self.device = norm.dtype, norm.device
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.eos_token_ids, self.max_model_len = config.eos_token_id, config.max_position_embeddings
@@ -87,8 +86,7 @@ class MlaModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] -> [R, vocab_size] fp32."""
         count = hidden.shape[0]
-        hidden = F.pad(hidden.to(self.head.dtype), (0, 0, 0, -count % self.row_multiple))
-        return linear(hidden, self.head, self.tile)[:count].float()
+        return self.head(F.pad(hidden.to(self.dtype), (0, 0, 0, -count % self.row_multiple)))[:count].float()
 
     def _paged(self, kv: KVPool) -> list[Latents]:
         if kv not in self._pools:

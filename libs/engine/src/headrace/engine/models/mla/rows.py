@@ -46,19 +46,24 @@ class Group:
     length: int
     tables: torch.Tensor  # int64 [segments, blocks]: as many as the longest has; a shorter one repeats its first
     positions: torch.Tensor  # int64 [segments, length]
-    reach: list[int]  # per row of the pieces: blocks that the furthest row up to it sees
+    furthest: int  # the largest first position
+    whole_blocks: bool  # keys are looked at in whole blocks
     _masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     @property
     def segments(self) -> int:
         return self.tables.shape[0]
 
+    def keys(self, stop: int) -> int:
+        """Keys of each piece that its rows below `stop` may see."""
+        count = self.furthest + stop
+        return -(-count // BLOCK_TOKENS) * BLOCK_TOKENS if self.whole_blocks else count
+
     def mask(self, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of each piece: fp32 [segments, 1, rows, keys], 0 where a key is visible and else -inf. Keys
-        are as many as the last row's blocks hold."""
+        """Rows [start, stop) of each piece: fp32 [segments, 1, rows, keys(stop)], 0 where a key is visible, else -inf."""
         if (start, stop) in self._masks:
             return self._masks[start, stop]
-        keys = torch.arange(self.reach[stop - 1] * BLOCK_TOKENS, device=self.positions.device)
+        keys = torch.arange(self.keys(stop), device=self.positions.device)
         hidden = keys > self.positions[:, start:stop, None]
         mask = torch.zeros(hidden.shape, device=keys.device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
         if mask.numel() <= MASK_ELEMENTS:
@@ -71,7 +76,7 @@ class Rows:
     fresh: blocks that a piece enters at their begin and leaves unfilled."""
 
     def __init__(self, pieces: Sequence[Piece], segments: Sequence[Segment], row_multiple: int, device: torch.device) -> None:
-        self.device = device
+        self.device, self.row_multiple = device, row_multiple
         self.pieces = sorted(pieces, key=_shape)
         self.limit = max(piece.stop for piece in self.pieces)
         self.count = sum(piece.length for piece in self.pieces)
@@ -93,9 +98,9 @@ class Rows:
                 tables.append(table + table[:1] * (blocks - len(table)))
             end = begin + length * len(pieces)
             furthest = max(piece.start for piece in pieces)
-            reach = [(furthest + i) // BLOCK_TOKENS + 1 for i in range(length)]
             positions = self.positions[begin:end].view(len(pieces), length)
-            self.groups.append(Group(begin, end, length, self._tensor(tables), positions, reach))
+            whole = self.row_multiple > 1
+            self.groups.append(Group(begin, end, length, self._tensor(tables), positions, furthest, whole))
             begin = end
 
     def _targets(self, segments: Sequence[Segment]) -> None:

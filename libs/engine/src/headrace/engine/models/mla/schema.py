@@ -28,11 +28,6 @@ def scale_name(weight_name: str) -> str:
     return f"{weight_name}_scale_inv"
 
 
-def expert_name(layer: int, expert: int, part: str) -> str:
-    """`part`: gate_proj, up_proj or down_proj."""
-    return f"layers.{layer}.mlp.experts.{expert}.{part}.weight"
-
-
 def fused_names(layer: int) -> tuple[str, str]:
     """A layer's experts in two tensors: [experts, 2 inter, d] (gate above up) and [experts, d, inter]."""
     return f"layers.{layer}.mlp.experts.gate_up_proj", f"layers.{layer}.mlp.experts.down_proj"
