@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,28 @@ def write_checkpoint(
     vision: dict[str, Any] | None = None,
 ) -> Path:
     """Write a random checkpoint with these text_config keys (over the common ones) and this vision_config, if any."""
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
     tokenizer = json.dumps(tokenizer_json or small_tokenizer_json(), ensure_ascii=False, indent=1)
     data = config_json(text, Tokenizer.from_str(tokenizer)) | ({"vision_config": vision} if vision else {})
+    return save_checkpoint(random_values(parse_config(data), seed), data, tokenizer, out)
+
+
+def save_checkpoint(
+    values: Iterable[tuple[str, torch.Tensor]], data: dict[str, Any], tokenizer: str, out: str | Path
+) -> Path:
+    """Write a checkpoint in the released layout: (released name, fp32 value) of every tensor, the root config.json
+    `data`, and the text of tokenizer.json. Without quantization_config tensors stay fp32. Returns `out`."""
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
     config = parse_config(data)
-    tensors = random_tensors(config, seed)
+    schema = checkpoint_schema(config)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in values:
+        if tuple(value.shape) != schema[name].shape:
+            raise ValueError(f"{name} has shape {list(value.shape)}; config.json says {list(schema[name].shape)}")
+        spec = schema.pop(name)
+        tensors |= store(name, spec, value) if config.quantized else {name: value}
+    if schema:
+        raise ValueError(f"{next(iter(schema))} is missing ({len(schema)} tensors are)")
     save_sharded(tensors, out)
     special = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "add_bos_token": False}
     sampling = {"bos_token_id": 0, "eos_token_id": 1, "temperature": 1.0, "top_p": 1.0}
@@ -143,14 +160,11 @@ def config_json(text: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
 # ------------------------------------------------------------------ weights
 
 
-def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
-    """Every stored tensor of the schema, drawn from `seed`."""
+def random_values(config: ModelConfig, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the schema by name, fp32, drawn from `seed`."""
     rng = np.random.default_rng(seed)
-    tensors: dict[str, torch.Tensor] = {}
     for name, spec in checkpoint_schema(config).items():
-        value = torch.from_numpy(_draw(name, spec, config, rng))
-        tensors |= store(name, spec, value)
-    return tensors
+        yield name, torch.from_numpy(_draw(name, spec, config, rng))
 
 
 def store(name: str, spec: TensorSpec, value: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -250,4 +264,4 @@ def small_tokenizer_json() -> dict[str, Any]:
     return json.loads(tokenizer.to_str())
 
 
-__all__ = ["PRESETS", "make_checkpoint", "small_tokenizer_json", "write_checkpoint"]
+__all__ = ["PRESETS", "make_checkpoint", "save_checkpoint", "small_tokenizer_json", "write_checkpoint"]

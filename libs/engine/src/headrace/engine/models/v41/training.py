@@ -1,0 +1,459 @@
+"""V4.1 without a cache: whole sequences [B, T], dense masks, gradients through everything but the top-k.
+
+The same modules as in serving, so that what is trained is what is served: only attention is computed another way, over
+the sequence itself instead of rings and blocks. Weights are fp32 parameters, activations have `dtype`; no operation
+here is bound to a device. Do not run it under autocast: the gate, mHC and ratio-2 compressors must stay fp32.
+
+Sequences may be packed: `documents` [B, T] numbers them, rows of one see nothing of another. A document must begin on
+a position that is a multiple of 2 when the model has ratio-2 layers (and of ratio x candidate_block_size for the very
+candidates that it would have alone).
+
+Knows masks, fake quantisation, the indexer's loss and how random weights begin; does not know data, optimisers or
+files (`make_checkpoint.save_checkpoint` writes what `released_values` gives).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .attention import Attention, Compressor, candidate_blocks, index_scores, top_positions
+from .block import enter_streams
+from .cache import Codec, codecs
+from .config import ModelConfig
+from .engram import DEAD, NgramHash
+from .layers import Embedding, Linear, RMSNorm, RopeTable, collapse, rope_frequencies, rotate
+from .model import Layer, V41Model
+from .moe import MoE
+from .schema import checkpoint_schema
+
+SCORE_ELEMENTS = 1 << 28  # (row, head, key) products of index scores that exist at a time
+EXTRAS = ("taps", "index", "router")
+
+
+@dataclass(slots=True)
+class Output:
+    """logits [B, T, V] and hidden (after the final norm) [B, T, d] always; the rest when asked for by `extras`."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+    taps: torch.Tensor | None = None  # "taps": [B, T, len(dspark_target_layer_ids) * d], the draft's input
+    # "index": per index source, scores [B, T, N] of entries, -inf where not visible; they carry gradient to the
+    # indexer alone. Per layer with compressed KV, the softmax mass that heads together give each entry if nothing were
+    # left out (without gradient).
+    index: dict[int, torch.Tensor] = field(default_factory=dict)
+    attention: dict[int, torch.Tensor] = field(default_factory=dict)
+    # "router": per layer, gate scores [B * T, E] (with gradient) and chosen experts [B * T, k].
+    router: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+class TrainingModel(nn.Module):
+    """A V4.1 text model (without draft) that can be trained. Parameters have their released names, but experts are
+    stacked as `MoE` keeps them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        compressed_ids: np.ndarray | None = None,
+        *,
+        quantize_cache: bool = True,
+        dtype: torch.dtype = torch.float32,
+        dense_experts: bool = True,
+        recompute: bool = False,
+    ) -> None:
+        """compressed_ids: `engram.compressed_ids` of the tokenizer, when the config has Engram layers. quantize_cache:
+        round window KV, index keys and queries, and compressed KV as the quantised store does, with straight-through
+        gradients. dense_experts: compute every expert for every row (no host synchronisation). recompute: keep no
+        activations inside a block, but compute them again in the backward pass."""
+        super().__init__()
+        c = self.config = config
+        self.dtype, self.recompute = dtype, recompute
+        self.codecs = codecs(c, "quantized" if quantize_cache else "fp32")
+        self.embed = Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(Layer(c, layer) for layer in range(c.num_hidden_layers))
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.head = Linear(c.hidden_size, c.vocab_size)
+        self.ropes = {kind: RopeTable(rope_frequencies(c, kind)) for kind in (False, True)}
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.always_dense = dense_experts
+        if c.engram_layer_ids:
+            if compressed_ids is None:
+                raise ValueError("a config with engram_layer_ids needs the tokenizer's compressed ids")
+            self.hash = DenseHash(NgramHash(c, compressed_ids))
+            for layer, rows in zip(c.engram_layer_ids, c.engram_num_embeddings, strict=True):
+                self.layers[layer].engram.embed = Embedding(rows, c.engram_head_dim)
+
+    @classmethod
+    def of(cls, served: V41Model, **options) -> TrainingModel:
+        """A copy of a loaded model's weights (what FP8 and FP4 made of them), to go on training or to compare."""
+        compressed = None if served.ngrams is None else served.ngrams.compressed
+        model = cls(served.config, compressed, **options)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("engram.embed.weight"):
+                    read = served.get_submodule(name.removesuffix(".embed.weight")).read_rows
+                    parameter.copy_(read(np.arange(parameter.shape[0])))
+                else:
+                    parameter.copy_(served.get_parameter(name))
+        return model
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        *,
+        documents: torch.Tensor | None = None,
+        decoder_floor: torch.Tensor | None = None,
+        extras: Collection[str] = (),
+    ) -> Output:
+        """ids int64 [B, T]. decoder_floor int64 [B]: decoder layers see window KV of positions from there on, as a
+        bounded prompt's do; rows below it then mean nothing. extras: any of "taps", "index", "router"."""
+        if unknown := set(extras) - set(EXTRAS):
+            raise ValueError(f"extras {sorted(unknown)} are unknown; there are {', '.join(EXTRAS)}")
+        c, (batch, length) = self.config, ids.shape
+        shared = Dense(self, batch, length, ids.device, documents, decoder_floor, "index" in extras)
+        out = Output(*[torch.empty(0)] * 2, index=shared.index, attention=shared.attention)
+        self._watch_routers(out if "router" in extras else None)
+        streams, pre = enter_streams(self.embed(ids).to(self.dtype).flatten(0, 1), c.hc_mult)
+        grams = self.hash.contexts(ids, documents).flatten(0, 1) if c.engram_layer_ids else None
+        taps = {}
+        for layer in self.layers:
+            if layer.index in c.engram_layer_ids:
+                memory = layer.engram.embed(self.hash.rows(layer.index, grams)).flatten(1)
+                streams = layer.engram.update(streams, memory.to(self.dtype))
+            if "taps" in extras and layer.index in c.dspark_target_layer_ids:
+                taps[layer.index] = mean_of_streams(streams)
+            attended = shared.attention_of(layer.attn, layer.attention_input(streams, pre))
+            if self.recompute and torch.is_grad_enabled():
+                streams, pre = checkpoint(layer, streams, attended, use_reentrant=False)
+            else:
+                streams, pre = layer(streams, attended)
+        out.hidden = self.norm(collapse(streams, pre)).view(batch, length, -1)
+        out.logits = F.linear(out.hidden.float(), self.head.weight.float())
+        if taps:
+            ordered = [taps[layer] for layer in c.dspark_target_layer_ids]
+            out.taps = torch.cat(ordered, dim=-1).view(batch, length, -1)
+        return out
+
+    def _watch_routers(self, out: Output | None) -> None:
+        def observe(layer: int):
+            return None if out is None else lambda scores, chosen: out.router.__setitem__(layer, (scores, chosen))
+
+        for layer in self.layers:
+            layer.ffn.observe = observe(layer.index)
+
+
+def mean_of_streams(streams: torch.Tensor) -> torch.Tensor:
+    """What the draft sees of a layer's input: [T, hc, d] -> [T, d]."""
+    return streams.float().mean(1).to(streams.dtype)
+
+
+# ------------------------------------------------------------------ attention
+
+
+class Dense:
+    """What the layers of one forward pass share: masks, compressed entries and selections, [B, T or N, ...]."""
+
+    def __init__(
+        self,
+        model: TrainingModel,
+        batch: int,
+        length: int,
+        device: torch.device,
+        documents: torch.Tensor | None,
+        decoder_floor: torch.Tensor | None,
+        collect: bool,
+    ) -> None:
+        self.config, self.codecs, self.collect = model.config, model.codecs, collect
+        self.batch, self.length, self.device = batch, length, device
+        self.documents, self.decoder_floor = documents, decoder_floor
+        self.phases = {
+            kind: table(torch.arange(length), length).to(device) for kind, table in model.ropes.items()
+        }  # [T, RD / 2]
+        self.row_phases = {kind: phases.repeat(batch, 1) for kind, phases in self.phases.items()}
+        self.main: dict[int, torch.Tensor] = {}  # KV source -> [B, N, D]
+        self.keys: dict[int, torch.Tensor] = {}  # KV source -> [B, N, DI]
+        self.selection: dict[int, torch.Tensor] = {}  # index source -> bool [B, T, N]
+        self.candidates: torch.Tensor | None = None  # bool [B * T, N]
+        self.index: dict[int, torch.Tensor] = {}
+        self.attention: dict[int, torch.Tensor] = {}
+        self._windows: dict[bool, torch.Tensor] = {}
+        self._visible: dict[int, torch.Tensor] = {}
+
+    def attention_of(self, attn: Attention, u: torch.Tensor) -> torch.Tensor:
+        """A layer's attention on its normed input u [B * T, d] -> [B * T, d]."""
+        c = self.config
+        phases = self.row_phases[attn.ratio > 0]
+        qr = attn.q_norm(attn.wq_a(u))
+        q = rotate(attn.wq_b(qr).view(-1, c.num_attention_heads, c.head_dim), phases)
+        window = straight_through(rotate(attn.kv_norm(attn.wkv(u)), phases), self.codecs.window)
+        if attn.owns_kv:
+            self._compress(attn, u)
+        if attn.selects:
+            self._select(attn, u, qr)
+        attended = self._attend(attn, self._sequences(q).float(), self._sequences(window).float())
+        return attn.project(rotate(attended.flatten(0, 1).to(u.dtype), phases.conj()))
+
+    def _attend(self, attn: Attention, q: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+        """q [B, T, H, D], window [B, T, D] -> [B, T, H, D]: one softmax over window, selected entries and the sink."""
+        heads, scale = q.shape[2], self.config.head_dim**-0.5
+        near = bands(window, self.config.sliding_window)  # [B, n, 2 W, D]
+        logits = near_scores(q, near, self.config.sliding_window) * scale  # [B, T, H, 2 W]
+        logits = logits.masked_fill(~self._window_mask(attn.layer).unsqueeze(2), -torch.inf)
+        sink = attn.attn_sink.view(1, 1, heads, 1).expand(*q.shape[:3], 1)
+        width, parts = logits.shape[-1], [logits, sink]
+        if attn.ratio:
+            main = self.main[self.config.kv_owner(attn.layer)]
+            scores = (q.flatten(1, 2) @ main.transpose(1, 2)).unflatten(1, q.shape[1:3]) * scale  # [B, T, H, N]
+            if self.collect:
+                self.attention[attn.layer] = self._entry_mass(logits, scores, sink, attn.ratio)
+            selected = self.selection[self.config.index_owner(attn.layer)]
+            parts.append(scores.masked_fill(~selected.unsqueeze(2), -torch.inf))
+        weights = torch.softmax(torch.cat(parts, dim=-1), dim=-1)
+        output = near_values(weights[..., :width], near, self.config.sliding_window)
+        if attn.ratio:
+            output = output + (weights[..., width + 1 :].flatten(1, 2) @ main).view(q.shape)
+        return output
+
+    @torch.no_grad()
+    def _entry_mass(self, near: torch.Tensor, scores: torch.Tensor, sink: torch.Tensor, ratio: int) -> torch.Tensor:
+        """Softmax mass of every visible entry, summed over heads: [B, T, N]."""
+        seen = scores.masked_fill(~self.visible(ratio).unsqueeze(2), -torch.inf)
+        weights = torch.softmax(torch.cat([near, sink, seen], dim=-1), dim=-1)
+        return weights[..., near.shape[-1] + 1 :].sum(2)
+
+    def _compress(self, attn: Attention, u: torch.Tensor) -> None:
+        """Entries of a Full layer and their index keys. The keys' weights learn from the indexer's loss only."""
+        ratio, count = attn.ratio, self.length // attn.ratio
+        if ratio == 1:
+            latent = attn.compressor.norm(attn.compressor.wkv(u))
+        else:
+            pairs = self._sequences(attn.compressor.project(u))[:, : count * ratio].unflatten(1, (count, ratio))
+            latent = attn.compressor.norm(Compressor.pool(pairs.flatten(0, 1)).to(u.dtype))
+        phases = self.phases[True][: count * ratio : ratio].repeat(self.batch, 1)  # at the entry's first token
+        key = rotate(attn.indexer.k_norm(attn.indexer.wk(latent.detach())), phases)
+        self.keys[attn.layer] = straight_through(key, self.codecs.index).unflatten(0, (self.batch, count)).float()
+        main = straight_through(rotate(latent, phases), self.codecs.main)
+        self.main[attn.layer] = main.unflatten(0, (self.batch, count)).float()
+
+    # -------------------------------------------------------------- selection
+
+    def _select(self, attn: Attention, u: torch.Tensor, qr: torch.Tensor) -> None:
+        c, layer = self.config, attn.layer
+        visible = self.visible(attn.ratio)
+        if visible.shape[-1] <= c.index_topk and not self.collect:
+            self.selection[layer] = visible  # no choice to make, and candidate blocks can hold all of it
+            return
+        with torch.set_grad_enabled(self.collect and torch.is_grad_enabled()):
+            q, weights = attn.indexer.queries(u.detach(), qr.detach(), self.row_phases[True])
+            q = self._sequences(straight_through(q, self.codecs.index)).float()
+            scores = self._scores(q, self.keys[c.kv_owner(layer)], self._sequences(weights))
+            scores = scores.masked_fill(~visible, -torch.inf)
+        if self.collect:
+            self.index[layer] = scores
+        self.selection[layer] = self._best(layer, attn.ratio, scores.detach().flatten(0, 1)).view(visible.shape)
+
+    @torch.no_grad()
+    def _best(self, layer: int, ratio: int, scores: torch.Tensor) -> torch.Tensor:
+        """[B * T, N] -> the best index_topk of each row, bool."""
+        c, count = self.config, scores.shape[1]
+        if count <= c.index_topk:
+            return scores > -torch.inf
+        if c.uses_candidates(layer):
+            scores = scores.masked_fill(~self.candidates, -torch.inf)
+        chosen = top_positions(scores, c.index_topk)
+        if layer == c.candidate_source_layer_id:
+            reach = ((torch.arange(self.length, device=self.device) + 1) // ratio).repeat(self.batch)
+            blocks = candidate_blocks(scores, reach, c.candidate_topk_blocks, c.candidate_block_size)
+            self.candidates = blocks.repeat_interleave(c.candidate_block_size, dim=1)[:, :count]
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, scores.gather(1, chosen) > -torch.inf)
+
+    def _scores(self, q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """q [B, T, H, DI], keys [B, N, DI], weights [B, T, H] -> [B, T, N], some sequences at a time; the products of
+        single heads are computed again in the backward pass."""
+        step = max(1, SCORE_ELEMENTS // max(1, q.shape[1] * q.shape[2] * keys.shape[1]))
+        tiles = zip(q.split(step), keys.split(step), weights.split(step), strict=True)
+        if torch.is_grad_enabled():
+            return torch.cat([checkpoint(index_scores, *tile, use_reentrant=False) for tile in tiles])
+        return torch.cat([index_scores(*tile) for tile in tiles])
+
+    # -------------------------------------------------------------- masks
+
+    def visible(self, ratio: int) -> torch.Tensor:
+        """Which entries each row may see: bool [B, T, N]."""
+        if ratio not in self._visible:
+            rows = torch.arange(self.length, device=self.device)
+            entries = torch.arange(self.length // ratio, device=self.device)
+            mask = (entries < (rows[:, None] + 1) // ratio).expand(self.batch, -1, -1)
+            if self.documents is not None:
+                first = self.documents[:, : entries.numel() * ratio : ratio]
+                mask = mask & (self.documents.unsqueeze(2) == first.unsqueeze(1))
+            self._visible[ratio] = mask
+        return self._visible[ratio]
+
+    def _window_mask(self, layer: int) -> torch.Tensor:
+        """Which keys of its band (`bands`) each row sees: bool [B, T, 2 W]."""
+        decoder = layer >= self.config.cut_layer and self.decoder_floor is not None
+        if decoder not in self._windows:
+            window = self.config.sliding_window
+            rows = torch.arange(self.length, device=self.device)[:, None]
+            keys = (rows // window - 1) * window + torch.arange(2 * window, device=self.device)  # [T, 2 W]
+            mask = ((keys >= 0) & (keys <= rows) & (keys > rows - window)).expand(self.batch, -1, -1)
+            if self.documents is not None:
+                own = self.documents.gather(1, keys.clamp(0, self.length - 1).flatten().expand(self.batch, -1))
+                mask = mask & (own.view(mask.shape) == self.documents.unsqueeze(2))
+            if decoder:
+                mask = mask & (keys >= self.decoder_floor[:, None, None])
+            self._windows[decoder] = mask
+        return self._windows[decoder]
+
+    def _sequences(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.unflatten(0, (self.batch, self.length))
+
+
+def bands(keys: torch.Tensor, window: int) -> torch.Tensor:
+    """Every run of `window` rows beside the run before it: [B, T, D] -> [B, ceil(T / window), 2 window, D]."""
+    runs = F.pad(keys, (0, 0, window, -keys.shape[1] % window)).unflatten(1, (-1, window))
+    return torch.cat([runs[:, :-1], runs[:, 1:]], dim=2)
+
+
+def near_scores(q: torch.Tensor, near: torch.Tensor, window: int) -> torch.Tensor:
+    """q [B, T, H, D] with each row's band near [B, n, 2 W, D] -> [B, T, H, 2 W]."""
+    length, heads = q.shape[1], q.shape[2]
+    q = F.pad(q, (0, 0, 0, 0, 0, -length % window)).unflatten(1, (-1, window)).flatten(2, 3)  # [B, n, W * H, D]
+    return (q @ near.transpose(2, 3)).unflatten(2, (window, heads)).flatten(1, 2)[:, :length]
+
+
+def near_values(weights: torch.Tensor, near: torch.Tensor, window: int) -> torch.Tensor:
+    """weights [B, T, H, 2 W] of each row's band near [B, n, 2 W, D] -> [B, T, H, D]."""
+    length, heads = weights.shape[1], weights.shape[2]
+    weights = F.pad(weights, (0, 0, 0, 0, 0, -length % window)).unflatten(1, (-1, window)).flatten(2, 3)
+    return (weights @ near).unflatten(2, (window, heads)).flatten(1, 2)[:, :length]
+
+
+# ------------------------------------------------------------------ Engram
+
+
+class DenseHash(nn.Module):
+    """`NgramHash` on tensors, on the model's device. Its tables are buffers that no checkpoint holds."""
+
+    def __init__(self, hashes: NgramHash) -> None:
+        super().__init__()
+        self.size, self.pad = hashes.size, hashes.pad
+        self.register_buffer("compressed", torch.from_numpy(hashes.compressed), persistent=False)
+        for layer in hashes.primes:
+            for kind in ("primes", "offsets", "multipliers"):
+                table = torch.from_numpy(getattr(hashes, kind)[layer])
+                self.register_buffer(f"{kind}_{layer}", table, persistent=False)
+
+    def contexts(self, ids: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
+        """ids [B, T] -> compressed ids of each row and the rows before it in its document, [B, T, n], newest first."""
+        codes, length = self.compressed[ids], ids.shape[1]
+        grams, alive = [], torch.ones_like(ids, dtype=torch.bool)
+        for back in range(self.size):
+            code = F.pad(codes, (back, 0), value=DEAD)[:, :length]
+            alive = alive & (code != DEAD)
+            if documents is not None and back:
+                alive = alive & (F.pad(documents, (back, 0), value=-1)[:, :length] == documents)
+            grams.append(torch.where(alive, code, self.pad))
+        return torch.stack(grams, dim=-1)
+
+    def rows(self, layer: int, contexts: torch.Tensor) -> torch.Tensor:
+        """[T, n] -> table rows [T, (n - 1) * heads]: 2-gram heads first, then 3-grams, ..."""
+        products = contexts * self.get_buffer(f"multipliers_{layer}")
+        rolling, rows = products[:, 0], []
+        for n in range(1, self.size):
+            rolling = rolling ^ products[:, n]
+            rows.append(rolling[:, None] % self.get_buffer(f"primes_{layer}")[n - 1])
+        return torch.cat(rows, dim=1) + self.get_buffer(f"offsets_{layer}").flatten()
+
+
+# ------------------------------------------------------------------ fake quantisation and losses
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values: torch.Tensor, codec: Codec) -> torch.Tensor:
+        return codec.round(values)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def straight_through(values: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """What `values` become when they are stored; the gradient passes as if nothing had happened."""
+    return values if type(codec) is Codec else _Rounded.apply(values, codec)
+
+
+def indexer_loss(out: Output, config: ModelConfig) -> torch.Tensor:
+    """How far index scores are from what attention looks at: mean over layers with compressed KV, and rows that have a
+    choice, of KL(attention over entries || softmax of the scores of the layer's index source), in nats. Needs "index".
+    """
+    losses = []
+    for layer, mass in out.attention.items():
+        scores = out.index[config.index_owner(layer)]
+        visible = scores > -torch.inf
+        total = mass.sum(-1, keepdim=True)
+        target = mass / total.clamp_min(1e-20)
+        logs = torch.log_softmax(scores, dim=-1).masked_fill(~visible, 0.0)  # a row without entries is all NaN before
+        divergence = (torch.xlogy(target, target) - target * logs).sum(-1)
+        rows = (visible.sum(-1) > 1) & (total.squeeze(-1) > 0)
+        losses.append(torch.where(rows, divergence, 0.0).sum() / rows.sum().clamp_min(1))
+    return torch.stack(losses).mean()
+
+
+# ------------------------------------------------------------------ beginning and end
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int) -> None:
+    """Random weights to start training from: norms 1, sinks and biases 0, matrices N(0, 1 / inputs), what writes to
+    the streams smaller by sqrt(2 layers), streams that mostly keep to themselves. Equal seeds give equal weights."""
+    draw = torch.Generator().manual_seed(seed)
+    c: ModelConfig = model.config
+    depth = math.sqrt(2 * c.num_hidden_layers)
+    own = torch.cat([torch.zeros(2 * c.hc_mult), 2 * torch.eye(c.hc_mult).flatten()])
+    for name, parameter in model.named_parameters():
+        leaf = name.removesuffix(".weight").rpartition(".")[2]
+        noise = torch.randn(parameter.shape, generator=draw)
+        if "norm" in leaf or leaf in ("q_weight", "k_weight"):
+            value = torch.ones_like(noise)
+        elif leaf in ("attn_sink", "bias", "bias_vl"):
+            value = torch.zeros_like(noise)
+        elif leaf in ("hc_attn_base", "hc_ffn_base"):
+            value = own + 0.1 * noise
+        elif leaf in ("hc_attn_scale", "hc_ffn_scale"):
+            value = torch.full_like(noise, 0.1)
+        elif leaf == "embed":
+            value = 0.5 * noise
+        elif leaf == "w_out":  # [d, E + 1, I]: one expert's inputs are the last dimension
+            value = noise / (math.sqrt(parameter.shape[-1]) * depth)
+        else:
+            value = noise / math.sqrt(parameter.shape[-1])
+            value = value / depth if leaf == "wo_b" else value
+        parameter.copy_(value)
+
+
+@torch.no_grad()
+def released_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the checkpoint under its released name, fp32 on the host, before quantisation. KeyError names
+    one that the model does not have."""
+    parameters = dict(model.named_parameters())
+    for name in checkpoint_schema(model.config):
+        prefix, _, rest = name.partition(".ffn.")
+        part = rest.split(".")
+        if part[0] in ("experts", "shared_experts"):
+            moe: MoE = model.get_submodule(f"{prefix}.ffn")
+            expert = int(part[1]) if part[0] == "experts" else moe.experts
+            value = moe.w_out[:, expert] if part[-2] == "w2" else moe.w_in[("w1", "w3").index(part[-2]), expert]
+        else:
+            value = parameters[name]
+        yield name, value.float().cpu()

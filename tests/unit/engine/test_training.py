@@ -1,0 +1,252 @@
+"""Training computes what serving computes: same logits without a cache, gradients everywhere, and a way back to disk."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from headrace.engine.batch import Segment
+from headrace.engine.cache import KVPool
+from headrace.engine.config import parse_config
+from headrace.engine.loader import load_model
+from headrace.engine.make_checkpoint import (
+    PRESETS,
+    config_json,
+    make_checkpoint,
+    save_checkpoint,
+    small_tokenizer_json,
+)
+from headrace.engine.models.v41.engram import compressed_ids
+from headrace.engine.models.v41.schema import checkpoint_schema
+from headrace.engine.models.v41.training import TrainingModel, indexer_loss, initialize, released_values
+
+
+@pytest.fixture(scope="module", params=["w16", "nano"])
+def path(request, tmp_path_factory):
+    return make_checkpoint(request.param, 3, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def w16(tmp_path_factory):
+    return make_checkpoint("w16", 3, tmp_path_factory.mktemp("w16"))
+
+
+def tokens(seed, *shape):
+    return torch.randint(3, 259, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def serve(model, ids, floor=0):
+    kv, states = KVPool(model.spec, 4), model.new_states(1)
+    segment = Segment(0, 0, ids.tolist(), [], range(4), decoder_floor=floor, outputs=range(floor, len(ids)))
+    return model.logits(model.forward([segment], kv, states))
+
+
+def row_errors(got, want):
+    return (got - want).abs().amax(-1) / want.abs().max()
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 33, 100, 257])
+def test_logits_are_those_of_the_served_model(path, length):
+    served = load_model(path, kv_store="fp32", numerics="exact")
+    model = TrainingModel.of(served, quantize_cache=False)
+    ids = tokens(length, 2, length)
+    with torch.no_grad():
+        got = model(ids).logits
+    for row in range(2):
+        assert row_errors(got[row], serve(served, ids[row])).max() < 1e-5
+
+
+@pytest.mark.parametrize("length", [33, 257])
+def test_with_fake_quantisation_they_are_those_of_the_quantised_store(path, length):
+    """A sum in another order may round one cached value to its neighbour, which moves the rows that see it; all others
+    agree as closely as above."""
+    served = load_model(path, numerics="exact")
+    model = TrainingModel.of(served)
+    ids = tokens(length, 2, length)
+    with torch.no_grad():
+        got = model(ids).logits
+        plain = TrainingModel.of(served, quantize_cache=False)(ids).logits
+    want = torch.stack([serve(served, row) for row in ids])
+    errors = row_errors(got, want)
+    assert errors.median() < 1e-5 and errors.max() < 0.05, errors
+    assert row_errors(plain, want).median() > 1e-3  # not because rounding does nothing
+
+
+def test_a_decoder_floor_is_that_of_a_bounded_prompt(w16):
+    served = load_model(w16, kv_store="fp32", numerics="bounded", keep_rows=28)
+    model = TrainingModel.of(served, quantize_cache=False)
+    ids = tokens(1, 1, 130)
+    with torch.no_grad():
+        got = model(ids, decoder_floor=torch.tensor([102])).logits[0, 102:]
+        exact = model(ids).logits[0, 102:]
+    want = serve(served, ids[0], 102)
+    assert row_errors(got, want).max() < 1e-5 < row_errors(exact, want).max()
+
+
+def test_packed_documents_do_not_see_each_other(w16):
+    model = TrainingModel.of(load_model(w16), quantize_cache=False)
+    one, two = tokens(2, 1, 64), tokens(3, 1, 87)
+    documents = torch.cat([torch.zeros(1, 64), torch.ones(1, 87)], dim=1).long()
+    with torch.no_grad():
+        got = model(torch.cat([one, two], dim=1), documents=documents).logits
+        want = torch.cat([model(one).logits, model(two).logits], dim=1)
+    assert row_errors(got, want).max() < 1e-5
+
+
+def test_every_parameter_learns(w16):
+    model = TrainingModel.of(load_model(w16))
+    ids = tokens(4, 2, 130)
+    out = model(ids, extras=("index", "router", "taps"))
+    loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    indexer = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
+    assert all(".indexer." in name or name.endswith((".bias", ".bias_vl")) for name in indexer), indexer
+    indexer_loss(out, model.config).backward()
+    missing = {name for name, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())}
+    assert not missing
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    assert out.router.keys() == set(range(8)) and out.router[0][1].shape == (260, 2)
+
+
+def test_gradients_are_the_slope(w16):
+    """Central differences along the gradient. No selection and no routing changes on the way."""
+    model = TrainingModel.of(load_model(w16), quantize_cache=False)
+    ids = tokens(5, 2, 15)
+    steps = {  # share of the weight's norm: large enough for fp32, too small to route another way
+        "layers.1.attn.compressor.wgate.weight": 1e-4,
+        "layers.0.attn.wkv.weight": 1e-4,
+        "layers.4.attn.attn_sink": 3e-3,
+        "layers.2.hc_attn_fn": 1e-4,
+        "layers.6.ffn.gate.weight": 3e-4,
+        "layers.1.engram.wkv.weight": 3e-5,
+    }
+
+    def loss():
+        out = model(ids, extras=("router",))
+        return out.logits.double().square().mean(), [chosen.sort(-1).values for _, chosen in out.router.values()]
+
+    loss()[0].backward()
+    for name, share in steps.items():
+        parameter = model.get_parameter(name)
+        slope, middle = parameter.grad.norm(), parameter.detach().clone()
+        step = share * middle.norm()
+        with torch.no_grad():
+            parameter.add_(step * parameter.grad / slope)
+            above, routes = loss()
+            parameter.copy_(middle - step * parameter.grad / slope)
+            below, same = loss()
+            parameter.copy_(middle)
+        assert all(map(torch.equal, routes, same))
+        assert abs((above - below) / (2 * step) / slope - 1) < 0.05, name
+
+
+def test_the_indexer_learns_what_attention_looks_at(w16):
+    model = TrainingModel.of(load_model(w16))
+    ids = tokens(6, 2, 100)
+    indexer = [p for name, p in model.named_parameters() if ".indexer." in name]
+    optimizer = torch.optim.Adam(indexer, 1e-2)
+    losses = []
+    for _ in range(8):
+        loss = indexer_loss(model(ids, extras=("index",)), model.config)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0], losses
+
+
+def test_recomputing_activations_changes_nothing(w16):
+    served = load_model(w16)
+    ids, gradients = tokens(7, 1, 50), []
+    for recompute in (False, True):
+        model = TrainingModel.of(served, recompute=recompute)
+        model(ids).logits.square().mean().backward()
+        gradients.append(model.layers[0].ffn.w_in.grad)
+    assert torch.equal(*gradients)
+
+
+def test_bf16_activations_with_fp32_weights(w16):
+    served = load_model(w16, kv_store="fp32")
+    ids = tokens(8, 1, 60)
+    wide = TrainingModel.of(served, quantize_cache=False)
+    narrow = TrainingModel.of(served, dtype=torch.bfloat16)
+    out = narrow(ids)
+    assert out.hidden.dtype == torch.bfloat16 and out.logits.dtype == torch.float32
+    out.logits.square().mean().backward()
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in narrow.parameters())
+    with torch.no_grad():
+        assert row_errors(out.logits, wide(ids).logits).median() < 0.2
+
+
+def test_no_operation_is_bound_to_a_device(w16):
+    """Tensors without values, on a device of their own: mixing in a tensor of the CPU, or asking for a value, fails."""
+    model = TrainingModel.of(load_model(w16), dtype=torch.bfloat16, recompute=True).to("meta")
+    ids, floor = (torch.zeros(*shape, dtype=torch.int64, device="meta") for shape in ((2, 100), (2,)))
+    out = model(ids, documents=ids, decoder_floor=floor, extras=("index", "router", "taps"))
+    (out.logits.sum() + indexer_loss(out, model.config)).backward()
+    assert out.logits.shape == (2, 100, model.config.vocab_size) and out.logits.is_meta
+
+
+def test_unknown_extras_are_named(w16):
+    with pytest.raises(ValueError, match=r"\['atlas'\] are unknown; there are taps, index, router"):
+        TrainingModel.of(load_model(w16))(tokens(1, 1, 4), extras=("atlas",))
+
+
+# ------------------------------------------------------------------ from nothing to disk and back
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("preset", ["w16", "nano"])
+def test_weights_travel_from_random_to_the_released_layout_and_back(preset, quantized, tmp_path):
+    tokenizer = json.dumps(small_tokenizer_json())
+    data = config_json(PRESETS[preset], Tokenizer.from_str(tokenizer))
+    if not quantized:
+        del data["quantization_config"]
+    config = parse_config(data)
+    model = TrainingModel(config, compressed_ids(Tokenizer.from_str(tokenizer)), quantize_cache=False)
+    initialize(model, 11)
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that BF16 tensors are kept exactly
+            parameter.copy_(parameter.bfloat16())
+    save_checkpoint(released_values(model), data, tokenizer, tmp_path)
+    served = load_model(tmp_path, kv_store="fp32", numerics="exact")
+    back = TrainingModel.of(served, quantize_cache=False)
+    stored = dict(released_values(back))
+    schema = checkpoint_schema(config)
+    for name, value in released_values(model):
+        if not quantized or schema[name].kind in ("bf16", "f32"):
+            assert torch.equal(stored[name], value), name
+        else:
+            step = {"fp4": 0.5, "fp8": 0.07, "fp8_rows": 0.07}[schema[name].kind]
+            assert (stored[name] - value).abs().max() <= step * value.abs().max(), name
+    ids = tokens(9, 1, 90)
+    with torch.no_grad():
+        want, got = model(ids).logits[0], serve(served, ids[0])
+        assert row_errors(back(ids).logits[0], got).max() < 1e-5
+    if quantized:
+        assert 1e-4 < row_errors(got, want).median() < 0.3
+    else:
+        assert row_errors(got, want).max() < 1e-5
+
+
+def test_initial_weights_are_reproducible_and_sane():
+    tokenizer = Tokenizer.from_str(json.dumps(small_tokenizer_json()))
+    config = parse_config(config_json(PRESETS["nano"], tokenizer))
+    models = [TrainingModel(config, compressed_ids(tokenizer)) for _ in range(3)]
+    for model, seed in zip(models, (1, 1, 2), strict=True):
+        initialize(model, seed)
+    ids = tokens(10, 1, 80)
+    with torch.no_grad():
+        one, same, other = (model(ids).logits for model in models)
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    assert 0.3 < one.std() < 3
+
+
+def test_a_checkpoint_with_a_hole_is_refused(tmp_path):
+    tokenizer = json.dumps(small_tokenizer_json())
+    data = config_json(PRESETS["w16"], Tokenizer.from_str(tokenizer))
+    with pytest.raises(ValueError, match=r"embed.weight is missing \(\d+ tensors are\)"):
+        save_checkpoint([], data, tokenizer, tmp_path)
+    with pytest.raises(ValueError, match=r"norm.weight has shape \[2\]; config.json says \[64\]"):
+        save_checkpoint([("norm.weight", torch.zeros(2))], data, tokenizer, tmp_path)
