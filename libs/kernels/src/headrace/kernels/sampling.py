@@ -232,7 +232,7 @@ def _sample_kernel(
         if min_p > 0:
             limit = tl.maximum(limit, sort_key(top + tl.log(min_p) * temperature))
 
-    # Draw: the largest of scaled logit plus Gumbel noise among the kept; the first of equals.
+    # Draw among the kept; the first of equals.
     key = tl.load(key_ptr + row)
     lane_best = tl.full([BLOCK], float("-inf"), tl.float32)
     lane_winner = tl.zeros([BLOCK], tl.int32)
@@ -242,11 +242,13 @@ def _sample_kernel(
         at = begin + tl.arange(0, BLOCK)
         x = tl.load(logits + at, mask=at < vocabulary, other=float("-inf"))
         kept = (sort_key(x) >= limit) & (at < vocabulary)
-        lane_sum += tl.where(kept, tl.exp((x - top) * inverse), 0.0)
+        share = tl.where(kept, tl.exp((x - top) * inverse), 0.0)
+        lane_sum += share
         lane_low = tl.minimum(lane_low, tl.where(kept, x, float("inf")))
         score = x
         if not greedy:
-            score = x * inverse - tl.log(-tl.log(_uniform(key, at.to(tl.int64))))
+            # Largest log(p) + Gumbel is largest p / exponential: the same draw for one logarithm less.
+            score = share / -tl.log(_uniform(key, at.to(tl.int64)))
         better = kept & (score > lane_best)
         lane_best = tl.where(better, score, lane_best)
         lane_winner = tl.where(better, at, lane_winner)
@@ -401,8 +403,7 @@ def _residual_kernel(
         p = tl.where(x >= threshold, tl.exp(x * inverse - lse), 0.0)
         q = tl.where(y >= q_threshold, tl.exp(y * inverse - q_lse), 0.0)
         rest = tl.where(at < vocabulary, p - q, 0.0)
-        gumbel = -tl.log(-tl.log(_uniform(key, at.to(tl.int64))))
-        score = tl.where(rest > 0, tl.log(tl.where(rest > 0, rest, 1.0)) + gumbel, float("-inf"))
+        score = tl.where(rest > 0, rest / -tl.log(_uniform(key, at.to(tl.int64))), float("-inf"))
         here = tl.max(score, 0)
         if here > best:
             best = here
