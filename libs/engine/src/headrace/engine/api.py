@@ -258,8 +258,8 @@ class Engine(Protocol):
     def cancel(self, request: str) -> bool:
         """Stop within one step and free; False if it is not here. Safe while a step is running."""
 
-    def has_snapshot(self, key: bytes) -> bool:
-        """Whether a hit that ends at `key` would restore its state."""
+    def would_restore(self, hashes: Sequence[bytes], prompt_tokens: int) -> bool:
+        """Whether a hit of all blocks that `hashes` names would find its state here, so that no snapshot need be fetched."""
 
     def has_work(self) -> bool:
         """Something is unfinished. It may still have to wait for memory that a peer holds: then `plan` returns None."""

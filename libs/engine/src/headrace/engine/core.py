@@ -119,12 +119,8 @@ class EngineCore:
         else:
             self.ledger.counters["snapshots_rejected"] += 1
 
-    def has_snapshot(self, key: bytes) -> bool:
-        return key in self.ledger.snapshots
-
     def would_restore(self, hashes: Sequence[bytes], prompt_tokens: int) -> bool:
-        """Whether a hit of all blocks that `hashes` names would find its state here, so that none need be fetched. In class
-        `bounded` the snapshot that serves a prompt may lie below the hit, where `has_snapshot` of the last hash says no."""
+        # In class `bounded` the snapshot that serves a prompt may lie below the hit.
         hit = min(len(hashes), (prompt_tokens - 1) // self.info.block_tokens) * self.info.block_tokens
         floor = self.ledger.decoder_floor(prompt_tokens)
         needless = hit == 0 or not self.ledger.keeps_state

@@ -123,9 +123,11 @@ class KvStoreClient:
         """Objects that are still to be written through."""
         return self._queued + (not self._idle.is_set())
 
-    def wanted(self, hashes: Sequence[bytes], have: int) -> bool:
+    def wanted(self, hashes: Sequence[bytes], have: int, prompt_tokens: int) -> bool:
         """Whether asking the store may help a prompt whose first `have` usable blocks are resident."""
-        missing = have < len(hashes) or (self.limits.snapshot_keys and not self._engine.has_snapshot(hashes[-1]))
+        missing = have < len(hashes) or (
+            self.limits.snapshot_keys and not self._engine.would_restore(hashes, prompt_tokens)
+        )
         return bool(missing) and self.available
 
     @property

@@ -220,8 +220,8 @@ class SimEngine:
         while len(self._snapshots) > self.config.max_snapshots:
             self._snapshots.popitem(last=False)
 
-    def has_snapshot(self, key: bytes) -> bool:
-        return key in self._snapshots
+    def would_restore(self, hashes: Sequence[bytes], prompt_tokens: int) -> bool:
+        return not hashes or hashes[-1] in self._snapshots
 
     def release(self, request: str) -> None:
         sequence = self._held.pop(request, None)

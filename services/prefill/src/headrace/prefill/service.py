@@ -159,7 +159,7 @@ class PrefillService(WorkerService):
             return
         job.pins = self.engine.pool.match(usable)
         own = len(job.pins)
-        if self.store.wanted(usable, own):
+        if self.store.wanted(usable, own, job.prompt_tokens):
             started = time.monotonic()
             fetched = await self.store.fetch(job.run.request, job.run.namespace, usable, own)
             job.pins += fetched.blocks
