@@ -263,6 +263,38 @@ async def test_lost_output_is_asked_for_again(cluster, lose):
     await quiet(cluster)
 
 
+async def test_output_that_came_while_lost_output_was_asked_for_is_asked_for_too(cluster, monkeypatch):
+    """The answer is older than the last messages, which were dropped because it was awaited: nothing else tells of them."""
+    decode = cluster.decodes[0]
+    decode.lose, decode.delay = {3}, 0.005
+
+    async def late(message, resume=decode.resume):
+        answer = resume(message)
+        await asyncio.sleep(0.3)  # the stream has ended by then
+        return answer
+
+    monkeypatch.setitem(decode._handlers, "resume", late)
+    assert text_of(await cluster.stream(chat())) == TEXT
+    await quiet(cluster)
+
+
+async def test_a_question_for_lost_output_that_is_lost_too_is_repeated(cluster, monkeypatch):
+    decode = cluster.decodes[0]
+    decode.lose, decode.delay, asked = {3}, 0.005, []
+
+    async def lost_once(message, resume=decode.resume):
+        asked.append(message)
+        if len(asked) == 1:
+            await asyncio.sleep(5)
+        return resume(message)
+
+    monkeypatch.setitem(decode._handlers, "resume", lost_once)
+    started = time.monotonic()
+    assert text_of(await cluster.stream(chat())) == TEXT
+    assert len(asked) > 1 and time.monotonic() - started < 4
+    await quiet(cluster)
+
+
 async def test_a_lost_last_message_is_noticed_by_presence(cluster):
     decode = cluster.decodes[0]
     decode.lose = {len(cluster.script)}

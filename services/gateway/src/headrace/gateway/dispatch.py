@@ -62,15 +62,16 @@ class Sink(Protocol):
 
 class Choice:
     """One of n outputs. `next`: index of the next token that is wanted. `kept`: tokens that count, once a text stop ended it
-    here; decode goes on until it is told. `finished`: decode says that it is over."""
+    here; decode goes on until it is told. `finished`: decode says that it is over. `resuming`: lost output is being asked for;
+    `behind`: more of it is missing than that question was about."""
 
-    __slots__ = ("finished", "kept", "next", "resuming")
+    __slots__ = ("behind", "finished", "kept", "next", "resuming")
 
     def __init__(self) -> None:
         self.next = 0
         self.kept = -1
         self.finished = False
-        self.resuming = False
+        self.resuming = self.behind = False
 
 
 class Record:
@@ -79,7 +80,7 @@ class Record:
     __slots__ = (
         "attempt", "choices", "client_id", "deadline", "decode", "emitted", "ended", "group", "hashes", "ids", "left",
         "losses", "namespace", "open", "outcome", "prefill", "priority", "queued", "received", "request", "sampling",
-        "seconds", "settled", "sink", "traceparent", "usage", "watching",
+        "seconds", "settled", "sink", "traceparent", "turn", "usage", "watching",
     )  # fmt: skip
 
     def __init__(
@@ -105,6 +106,7 @@ class Record:
         self.prefill: Worker | None = None
         self.decode: Worker | None = None
         self.watching: tuple[str, ...] = ()
+        self.turn: asyncio.Future[None] | None = None  # in the line
         self.settled = 0.0  # all text is out; decode's last word with the usage is awaited until then
 
         self.expect_output()
@@ -328,7 +330,7 @@ class Dispatcher:
 
     async def _wait(self, record: Record) -> None:
         """Wait in line for room at a worker. Raises GatewayError when it takes too long or the line is too long."""
-        turn = self._loop.create_future()
+        turn = record.turn = self._loop.create_future()
         if record.queued:  # it has been at the head of the line, and found no room
             self._trying -= 1
             self._waiting.appendleft(turn)
@@ -492,33 +494,46 @@ class Dispatcher:
 
     def _resume(self, record: Record, number: int) -> None:
         choice = record.choices[number]
-        if not choice.resuming:
-            choice.resuming = True
-            self.counters["resumes"] += 1
-            self._side_task(self._fetch_lost(record, number, record.attempt))
+        if choice.resuming:
+            choice.behind = True  # the answer that is under way may be older than what makes us ask now
+            return
+        choice.resuming = True
+        self.counters["resumes"] += 1
+        self._side_task(self._fetch_lost(record, number, record.attempt))
 
     async def _fetch_lost(self, record: Record, number: int, attempt: int) -> None:
-        """Ask decode for what a gap lost. What it no longer has can't be had: the stream ends with an error."""
+        """Ask decode for what a gap lost, again and again until nothing is missing: perhaps no later message comes that would
+        show it. The prober finds a dead worker, and the deadline ends all."""
         choice, decode = record.choices[number], record.decode
         assert decode is not None
         try:
-            answer = await self.bus.request(
-                "decode", decode.instance, "resume", m.Resume(record.request, attempt, number, choice.next),
-                self.settings.command_seconds,
-            )  # fmt: skip
+            choice.behind = True
+            while choice.behind and not choice.finished:
+                choice.behind = False
+                resume = m.Resume(record.request, attempt, number, choice.next)
+                try:
+                    answer = await self.bus.request("decode", decode.instance, "resume", resume, self.settings.command_seconds)
+                except BusTimeout:
+                    answer, choice.behind = None, True
+                if record.ended or record.attempt != attempt:
+                    return
+                self._take_resumed(record, answer, decode.instance)
         except BusError:
-            return  # lost again: the next output, presence or reconnect asks again; the prober finds a dead worker
+            return  # gone, or we are off the bus: a reconnect asks again
         finally:
             choice.resuming = False
-        if record.ended or record.attempt != attempt:
-            return
+
+    def _take_resumed(self, record: Record, answer: m.Message | None, instance: str) -> None:
+        """What decode no longer has can't be had: this attempt is lost."""
+        attempt = record.attempt
         if isinstance(answer, m.Resumed):
             for entry in answer.entries:
-                if entry.attempt == attempt and not record.ended:
-                    self._on_entry(record, entry, decode.instance)
-        elif isinstance(answer, m.Refused) and record.emitted:
-            self._cancel_legs(record, "failed")
-            self._fail(record, errors.worker_lost("decode", f"output was lost and can't be repeated: {answer.message}"))
+                if entry.attempt == attempt == record.attempt and not record.ended:
+                    self._on_entry(record, entry, instance)
+        elif isinstance(answer, m.Refused):
+            self._lost(
+                record, instance, errors.worker_lost("decode", f"output was lost and can't be repeated: {answer.message}")
+            )
 
     def sent_so_far(self, presence: m.Presence) -> None:
         """Presence tells how much a worker has sent us. If the last of it never comes, it was lost."""
@@ -607,6 +622,8 @@ class Dispatcher:
 
     def _end(self, record: Record) -> None:
         record.ended = True
+        if record.turn is not None and not record.turn.done():
+            record.turn.set_result(None)
         self._let_go(record)
         if record.outcome is not None and not record.outcome.done():
             record.outcome.set_result("done")
