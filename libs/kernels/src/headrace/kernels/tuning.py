@@ -1,6 +1,6 @@
 """Launch configurations per operation, as tables. Hopper's are measured on an H200; any other device gets the default.
 
-A row is data for one source: no kernel is forked for a device. `headrace.kernels.bench --tune` prints better rows.
+A row is data for one source: no kernel is forked for a device. `headrace.kernels.tune` searches for better rows.
 """
 
 from headrace.kernels._triton import INTERPRETED
