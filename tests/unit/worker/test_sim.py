@@ -115,7 +115,7 @@ def test_corruption_is_found_at_admit_and_at_a_hit():
 def test_scripts_and_stops(tmp_path, echo):
     path = tmp_path / "script"
     path.write_text("[5, 6, 7]\n\n[8, 9, 10]\n")
-    engine = make(script=load_script(str(path)), echo=echo)
+    engine = make(script=load_script(str(path))[0], echo=echo)
     ids = [5, 6, 7]
     for name, sampling, length, finish in [
         ("eos", {"max_tokens": 9}, 3, "stop"),
@@ -130,6 +130,19 @@ def test_scripts_and_stops(tmp_path, echo):
         assert (len(out), got) == (length, finish), name
     path.write_text("[1]\n{}\n")
     with pytest.raises(ValueError, match=r"script:2.*token ids"):
+        load_script(str(path))
+
+
+def test_a_reply_follows_the_cue_that_comes_last_in_the_prompt(tmp_path):
+    path = tmp_path / "script"
+    path.write_text('{"cue": [5, 6], "ids": [50]}\n{"cue": [7], "ids": [70, 71]}\n[90]\n')
+    script, replies = load_script(str(path))
+    engine = make(script=script, replies=replies)
+    for ids, answer in [([1, 5, 6, 2], [50]), ([5, 6, 7], [70, 71]), ([7, 5, 6], [50]), ([5, 1, 6], [90]), ([1792], [90])]:
+        engine.submit(request(engine, "r", ids, max_tokens=9))
+        assert text(run(engine), "r") == (answer, "stop"), ids
+    path.write_text('{"cue": [1]}\n')
+    with pytest.raises(ValueError, match=r"script:1.*cue"):
         load_script(str(path))
 
 

@@ -33,6 +33,7 @@ def build(settings: WorkerSettings, role: str, register: Register) -> api.Engine
 def _simulated(settings: WorkerSettings, register: Register) -> api.Engine:
     from .sim import SimConfig, SimEngine, load_script
 
+    script, replies = load_script(settings.sim_script) if settings.sim_script else ((), ())
     config = SimConfig(
         num_blocks=settings.num_blocks,
         max_num_seqs=settings.max_num_seqs,
@@ -45,7 +46,8 @@ def _simulated(settings: WorkerSettings, register: Register) -> api.Engine:
         prefill_seconds_per_token=settings.sim_prefill_seconds,
         decode_step_seconds=settings.sim_step_seconds,
         max_snapshots=settings.snapshot_bytes // settings.sim_state_bytes,
-        script=load_script(settings.sim_script) if settings.sim_script else (),
+        script=script,
+        replies=replies,
         echo=settings.sim_echo,
         model_name=settings.sim_model,
         checkpoint=f"sim:{settings.sim_model}",

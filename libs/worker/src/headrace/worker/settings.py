@@ -61,7 +61,8 @@ class WorkerSettings(Settings):
     sim_vocab_size: Annotated[int, Meta(ge=2, description="sim: ids are below this")] = 129_280
     sim_eos: Annotated[int, Meta(ge=0, description="sim: the id that ends an answer")] = 1
     sim_script: Annotated[
-        str, Meta(description="sim: file of answers, a JSON list of token ids per line; none: a cycle of words")
+        str,
+        Meta(description='sim: file of answers, per line a JSON list of token ids or {"cue": ids, "ids": ids}; none: words'),
     ] = ""
     sim_echo: Annotated[bool, Meta(description="sim: answer with the prompt")] = False
 

@@ -40,7 +40,7 @@ class Corrupt(ValueError):
 @dataclass(slots=True)
 class SimConfig:
     """Sizes and timing. `script`: one answer (token ids, EOS follows it) per entry, chosen by prompt and seed; empty: word
-    cycle."""
+    cycle. `replies`: (cue, answer), which go before: the answer whose cue comes last in the prompt."""
 
     num_blocks: int = 4096
     max_num_seqs: int = 256
@@ -56,24 +56,32 @@ class SimConfig:
     replay_rows: int = 128
     max_snapshots: int = 1024
     script: Sequence[Sequence[int]] = ()
+    replies: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
     echo: bool = False  # answer with the prompt itself, then EOS
     model_name: str = "sim"
     checkpoint: str = "sim"
 
 
-def load_script(path: str) -> list[list[int]]:
-    """A script file: one JSON list of token ids per line. ValueError names the line that is not one."""
-    out = []
+def load_script(path: str) -> tuple[list[list[int]], list[tuple[list[int], list[int]]]]:
+    """A script file, one entry per line: a JSON list of token ids, or {"cue": ids, "ids": ids}. -> answers for any prompt,
+    (cue, answer) for prompts in which the cue stands. ValueError names the line that is neither."""
+    answers, replies = [], []
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
         if not line.strip():
             continue
         try:
-            ids = json.loads(line)
+            entry = json.loads(line)
+            cue, ids = (entry["cue"], entry["ids"]) if isinstance(entry, dict) else (None, entry)
             array("I", ids if isinstance(ids, list) else [None])
-        except (ValueError, TypeError, OverflowError) as error:
-            raise ValueError(f"{path}:{number}: expected a JSON list of token ids, got {line[:60]!r} ({error})") from error
-        out.append(ids)
-    return out
+            array("I", cue or ())
+        except (ValueError, TypeError, OverflowError, KeyError) as error:
+            what = 'a JSON list of token ids, or {"cue": ids, "ids": ids}'
+            raise ValueError(f"{path}:{number}: expected {what}, got {line[:60]!r} ({error})") from error
+        if cue is None:
+            answers.append(ids)
+        else:
+            replies.append((cue, ids))
+    return answers, replies
 
 
 @dataclass(slots=True, eq=False)
@@ -531,12 +539,28 @@ class SimEngine:
             8, "little"
         )
         pick = int.from_bytes(_mark(key)[:4], "little") + sequence.choice
-        if self.config.echo:
+        reply = self._reply(sequence.tokens[: sequence.prompt])
+        if reply is not None:
+            sequence.stream, sequence.cyclic = reply, False
+        elif self.config.echo:
             sequence.stream, sequence.cyclic = sequence.tokens[: sequence.prompt], False
         elif self.config.script:
             sequence.stream, sequence.cyclic = self.config.script[pick % len(self.config.script)], False
         else:
             sequence.stream, sequence.offset = self._words, pick
+
+    def _reply(self, prompt: array) -> Sequence[int] | None:
+        """The scripted answer whose cue comes last in the prompt."""
+        packed, size = prompt.tobytes(), prompt.itemsize
+        last, found = -1, None
+        for cue, answer in self.config.replies:
+            wanted = array("I", cue).tobytes()
+            at = packed.rfind(wanted)
+            while at > last and at % size:  # not at the border of two ids
+                at = packed.rfind(wanted, 0, at + len(wanted) - 1)
+            if at > last:
+                last, found = at, answer
+        return found
 
     def _token(self, sequence: _Sequence, k: int) -> int:
         stream = sequence.stream
