@@ -496,28 +496,27 @@ class Dispatcher:
         choice = record.choices[number]
         if choice.resuming:
             choice.behind = True  # the answer that is under way may be older than what makes us ask now
-            return
-        choice.resuming = True
-        self.counters["resumes"] += 1
-        self._side_task(self._fetch_lost(record, number, record.attempt))
+        elif record.decode is not None:
+            choice.resuming = True
+            self.counters["resumes"] += 1
+            self._side_task(self._fetch_lost(record, number, record.attempt, record.decode.instance))
 
-    async def _fetch_lost(self, record: Record, number: int, attempt: int) -> None:
+    async def _fetch_lost(self, record: Record, number: int, attempt: int, instance: str) -> None:
         """Ask decode for what a gap lost, again and again until nothing is missing: perhaps no later message comes that would
         show it. The prober finds a dead worker, and the deadline ends all."""
-        choice, decode = record.choices[number], record.decode
-        assert decode is not None
+        choice = record.choices[number]
         try:
             choice.behind = True
             while choice.behind and not choice.finished:
                 choice.behind = False
                 resume = m.Resume(record.request, attempt, number, choice.next)
                 try:
-                    answer = await self.bus.request("decode", decode.instance, "resume", resume, self.settings.command_seconds)
+                    answer = await self.bus.request("decode", instance, "resume", resume, self.settings.command_seconds)
                 except BusTimeout:
                     answer, choice.behind = None, True
                 if record.ended or record.attempt != attempt:
                     return
-                self._take_resumed(record, answer, decode.instance)
+                self._take_resumed(record, answer, instance)
         except BusError:
             return  # gone, or we are off the bus: a reconnect asks again
         finally:
