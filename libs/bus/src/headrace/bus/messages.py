@@ -467,6 +467,26 @@ class TraceEvents(Message):
     events: list[dict[str, Any]]
 
 
+# ---------------------------------------------------------------- gateway -> gateway
+
+
+class ResponseAsk(Message):
+    """`gateway.<id>.response`: do something with a response that this gateway keeps. `tenant`: whose it must be.
+    `what`: get | cancel | delete. -> ResponseKept | Refused (unknown, invalid)"""
+
+    id: str
+    tenant: bytes
+    what: str = "get"
+
+
+class ResponseKept(Message):
+    """A response as it stands. `body`: its JSON; `input`: a JSON list of the items that led to it, earlier turns included."""
+
+    status: str
+    body: bytes
+    input: bytes = b""
+
+
 # ---------------------------------------------------------------- transport of large messages
 
 
@@ -482,7 +502,8 @@ class Chunk(Message):
 ANY = (
     Refused | Done | Admit | Admitted | Cancel | Resume | Resumed | Run | Accepted | Bind | Bound | Commit | Verdict
     | WriterDone | Fail | TicketStatus | Out | Ping | Pong | Presence | KvEvents | KvSnapshot | KvBlocks | KvLookup
-    | KvFound | KvReserve | KvReserved | KvCommit | KvStored | KvRelease | KvReleased | TraceGet | TraceEvents | Chunk
+    | KvFound | KvReserve | KvReserved | KvCommit | KvStored | KvRelease | KvReleased | TraceGet | TraceEvents | ResponseAsk
+    | ResponseKept | Chunk
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -13,6 +13,7 @@ import re
 import time
 from array import array
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -29,9 +30,10 @@ from headrace.recipe.stream import ReplyStream, Usage
 from . import errors
 from .auth import Auth
 from .dispatch import Record
-from .endpoints import CHAT, ENDPOINTS, LONG_TEXT, MESSAGES, Context, Endpoint
-from .exchange import Exchange, Turn, Written
+from .endpoints import CHAT, ENDPOINTS, LONG_TEXT, MESSAGES, RESPONSES, Context, Endpoint
+from .exchange import KEEPALIVE, PING, Exchange, Turn, Written
 from .reply import Part, Reply
+from .responses import Kept, input_items
 from .routing import Group
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class Call:
     traceparent: str
     reply: Reply | None = None
     status: int = 200
+    kept: bool = False  # a response with an id under which it can be fetched and cancelled
 
 
 class Api:
@@ -80,6 +83,9 @@ class Api:
         for path in ("/detokenize", "/v1/detokenize"):
             app.router.add_post(path, self._detokenize)
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
+        app.router.add_get("/v1/responses/{id}", self._kept("get"))
+        app.router.add_delete("/v1/responses/{id}", self._kept("delete"))
+        app.router.add_post("/v1/responses/{id}/cancel", self._kept("cancel"))
         app.router.add_get("/version", self._version)
         app.router.add_route("*", "/{path:.*}", self._not_found)
         # A client that goes away cancels its handler, and that cancels the request.
@@ -114,6 +120,8 @@ class Api:
             else:
                 exchange.fail(errors.internal(), endpoint.protocol, self._settings.dialect)
         finally:
+            if call.kept:
+                self._keep_reply(call)
             exchange.settle()
         self._count(call)
         return exchange.result()
@@ -132,6 +140,9 @@ class Api:
             raise errors.no_workers("worker")
         if "model" not in body and options.dialect == "open":
             body["model"] = models.names[0]
+        keeps = endpoint is RESPONSES and options.dialect == "open"
+        if keeps:
+            await gateway.responses.continued(body, self.auth.namespace(tenant, None))
         parsed = endpoint.parse(body, options)
         group = models.group(parsed.model)
         assert group is not None, "recipe refuses names that are not in options.models"
@@ -140,9 +151,9 @@ class Api:
         trace, request_id = gateway.trace, exchange.request_id
         trace.event(request_id, "gateway.received", client_id=exchange.shown_id, endpoint=endpoint.name, model=parsed.model)
         started = time.monotonic()
-        prompts = await endpoint.encode(models.encoding, parsed, namespace)
+        prompts = await endpoint.encode(models.encoding, parsed, namespace, models.replay)
         trace.event(request_id, "gateway.rendered", (time.monotonic() - started) * 1e3, prompt_tokens=sum(map(len, prompts)))
-        call.reply = reply = self._reply(call, parsed, prompts)
+        call.reply = reply = self._reply(call, parsed, namespace, prompts)
         records = [self._record(call, parsed, group, namespace, ids, reply.part(n)) for n, ids in enumerate(prompts)]
 
         def drop() -> None:
@@ -151,12 +162,31 @@ class Api:
 
         reply.on_failure = drop  # of one prompt: the others are in vain
         if parsed.stream:
-            exchange.streams(drop)
+            exchange.streams(drop, PING if endpoint is MESSAGES else KEEPALIVE)
+        if keeps:
+            call.kept = True
+            gateway.kept.begin(reply.streams[0].id, Kept(
+                self.auth.namespace(tenant, None), compact(input_items(body)).encode() if parsed.echo["store"] else b"",
+                lambda: reply.streams[0].progress(), reply.cancel,
+            ))  # fmt: skip
         return records
 
-    def _reply(self, call: Call, parsed: ParsedRequest, prompts: list[array]) -> Reply:
+    def _keep_reply(self, call: Call) -> None:
+        """The response is over: keep it if the client asked for that and has seen its id."""
+        reply = call.reply
+        assert reply is not None
+        stream = reply.streams[0]
+        body = stream.progress()
+        if body["status"] == "in_progress" and reply.collect is None and call.exchange.opened:  # the client went away
+            stream.cancel()
+            body = stream.progress()
+        told = body["store"] and body["status"] != "in_progress"
+        self._gateway.kept.end(stream.id, body if told else None)
+
+    def _reply(self, call: Call, parsed: ParsedRequest, namespace: bytes, prompts: list[array]) -> Reply:
         settings, endpoint, exchange = self._settings, call.endpoint, call.exchange
-        context = Context(self._gateway.models.tokenizer, exchange.request_id, int(time.time()), prompts, settings)
+        gateway = self._gateway
+        context = Context(gateway.models.tokenizer, exchange.request_id, gateway.instance, int(time.time()), prompts, settings)
 
         def make() -> list[ReplyStream]:
             streams = endpoint.streams(parsed, context)
@@ -167,7 +197,19 @@ class Api:
         collect = None if parsed.stream else endpoint.collect
         reply = Reply(exchange, make(), endpoint.protocol, settings.dialect, collect, len(prompts))
         reply.remake = make
+        if parsed.conversation.tools_active and (gateway.models.replay is not None or parsed.parsing.repair):
+            reply.over = partial(self._turn_over, exchange.request_id, namespace, parsed.sampling.ignore_eos)
         return reply
+
+    def _turn_over(self, request_id: str, namespace: bytes, ignored_eos: bool, stream: ReplyStream, ids: array) -> None:
+        """A turn that may have called tools is complete."""
+        replay, repairs = self._gateway.models.replay, stream.parser.repairs
+        if replay is not None and not ignored_eos:
+            replay.remember(namespace, stream, ids)
+        if repairs:
+            self._gateway.trace.event(request_id, "gateway.repaired", repairs=repairs)
+            for kind in repairs:
+                self._gateway.meters.repairs.labels(kind).inc()
 
     def _record(
         self, call: Call, parsed: ParsedRequest, group: Group, namespace: bytes, ids: array, sink: Part
@@ -261,6 +303,23 @@ class Api:
                 status=call.status, ms=round(seconds * 1e3, 3),
             )  # fmt: skip
 
+    # ------------------------------------------------------------ kept responses
+
+    def _kept(self, what: str) -> Any:
+        async def handle(request: web.Request) -> Written:
+            exchange = self._exchange(request)
+            try:
+                tenant = self.auth.namespace(self.auth.tenant(request.headers), None)
+                if request.query.get("stream", "false") != "false":
+                    raise errors.invalid("a kept response comes as one object; leave `stream` out", "stream")
+                kept = await self._gateway.responses.ask(request.match_info["id"], tenant, what)
+                exchange.answer(200, kept.body)
+            except RecipeError as error:
+                exchange.fail(error, "responses", self._settings.dialect)
+            return exchange.result()
+
+        return handle
+
     # ------------------------------------------------------------ small endpoints
 
     async def _small(self, request: web.Request, answer: Any, protocol: str = "chat") -> Written:
@@ -306,7 +365,7 @@ class Api:
                 )  # fmt: skip
             elif "messages" in body:
                 parsed = CHAT.parse({**body, "model": "model"}, models.any_name)
-                ids = list((await CHAT.encode(models.encoding, parsed, b""))[0])
+                ids = list((await CHAT.encode(models.encoding, parsed, b"", None))[0])
             else:
                 raise errors.invalid("give `prompt` (a string) or `messages` (as in a chat)", "prompt")
             group = models.group(body.get("model") or next(iter(models.names), ""))
@@ -321,7 +380,7 @@ class Api:
         async def answer(body: dict[str, Any]) -> dict[str, Any]:
             models = self._gateway.models
             parsed = MESSAGES.parse({"max_tokens": 1, **body, "model": "model"}, models.any_name)
-            return {"input_tokens": len((await MESSAGES.encode(models.encoding, parsed, b""))[0])}
+            return {"input_tokens": len((await MESSAGES.encode(models.encoding, parsed, b"", None))[0])}
 
         return await self._small(request, answer, "messages")
 

@@ -11,10 +11,13 @@ from typing import Any
 from headrace.bus import messages as m
 from headrace.recipe import Encoding, Tokenizer
 from headrace.recipe.protocol import ConversionOptions, ParsedRequest, chat, completions, messages, responses
+from headrace.recipe.replay import ReplayCache
 from headrace.recipe.stream import ChatStream, CompletionStream, MessagesStream, ReplyStream, ResponsesStream, StreamParser
-from headrace.recipe.stream.chat import many
+from headrace.recipe.stream.chat import CountedChatStream, many
+from headrace.recipe.stream.completions import CountedCompletionStream
 
 from . import errors
+from .responses import response_id
 from .settings import GatewaySettings
 
 LONG_TEXT = 8192  # characters above which a prompt is tokenised in a thread
@@ -22,10 +25,11 @@ LONG_TEXT = 8192  # characters above which a prompt is tokenised in a thread
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What writers need beside the request. `prompts`: rendered ids, one entry per prompt."""
+    """What writers need beside the request. `prompts`: rendered ids, one entry per prompt; `gateway`: this instance."""
 
     tokenizer: Tokenizer
     request_id: str
+    gateway: str
     created: int
     prompts: list[array]
     settings: GatewaySettings
@@ -38,7 +42,7 @@ class Endpoint:
     name: str
     protocol: str
     parse: Callable[[dict[str, Any], ConversionOptions], ParsedRequest]
-    encode: Callable[[Encoding, ParsedRequest, bytes], Awaitable[list[array]]]
+    encode: Callable[[Encoding, ParsedRequest, bytes, ReplayCache | None], Awaitable[list[array]]]
     streams: Callable[[ParsedRequest, Context], list[ReplyStream]]
     collect: Callable[[list[Any], m.Usage], dict[str, Any]]
 
@@ -46,13 +50,19 @@ class Endpoint:
 # ---------------------------------------------------------------- prompts
 
 
-async def _encode_conversation(encoding: Encoding, parsed: ParsedRequest, namespace: bytes) -> list[array]:
+async def _encode_conversation(
+    encoding: Encoding, parsed: ParsedRequest, namespace: bytes, replay: ReplayCache | None
+) -> list[array]:
     if any(message.image_sources for message in parsed.conversation.messages):
         raise errors.invalid("this deployment has no vision service, so images can't be read; send text only", "messages")
-    return [await encoding.encode_async(parsed.conversation, namespace)]
+    if replay is not None and parsed.reasoning_absent:
+        replay.restore(parsed.conversation, namespace, parsed.reasoning_absent)
+    return [await encoding.encode_async(parsed.conversation, namespace, replay)]
 
 
-async def _encode_prompts(encoding: Encoding, parsed: ParsedRequest, namespace: bytes) -> list[array]:
+async def _encode_prompts(
+    encoding: Encoding, parsed: ParsedRequest, namespace: bytes, replay: ReplayCache | None
+) -> list[array]:
     tokenizer, suffix = encoding.tokenizer, parsed.extras.get("suffix")
     out = []
     for prompt in parsed.prompts:
@@ -68,8 +78,9 @@ async def _encode_prompts(encoding: Encoding, parsed: ParsedRequest, namespace: 
 
 def _chat(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
     settings, alias = context.settings, parsed.extras.get("reasoning_alias", context.settings.reasoning_alias)
+    writer = CountedChatStream if parsed.extras.get("continuous_usage_stats") else ChatStream
     return [
-        ChatStream(
+        writer(
             StreamParser(parsed.parsing, context.tokenizer), f"chatcmpl-{context.request_id}", parsed.model, context.created,
             settings.dialect, parsed.include_usage, index=index, reasoning_alias=bool(alias),
         )
@@ -79,12 +90,13 @@ def _chat(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
 
 def _completions(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
     n, out = parsed.sampling.n, []
+    writer = CountedCompletionStream if parsed.extras.get("continuous_usage_stats") else CompletionStream
     for number, (prompt, ids) in enumerate(zip(parsed.prompts, context.prompts, strict=True)):
         echo = ""
         if parsed.extras.get("echo"):
             echo = prompt if isinstance(prompt, str) else context.tokenizer.decode(ids)
         out += [
-            CompletionStream(
+            writer(
                 StreamParser(parsed.parsing, context.tokenizer), f"cmpl-{context.request_id}", parsed.model, context.created,
                 "open", parsed.include_usage, index=number * n + choice, echo=echo,
             )
@@ -99,16 +111,22 @@ def _messages(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
 
 
 def _responses(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
-    for name in ("previous_response_id", "background"):
-        if parsed.extras.get(name):
-            raise errors.invalid(
-                f"`{name}` needs stored responses, which this gateway does not keep; send the whole input", name
-            )
+    settings, extras = context.settings, parsed.extras
+    if settings.dialect == "open":
+        if extras.get("background"):
+            raise errors.invalid("`background` is not served: a request ends with its connection; use `stream`", "background")
+        for name, kind, what in (("store", bool, "a boolean"), ("metadata", dict, "an object")):
+            if not isinstance(extras.get(name, kind()), kind):
+                raise errors.invalid(f"`{name}` must be {what}", name)
+        parsed.echo = (parsed.echo or {}) | {
+            "store": extras.get("store", True) and settings.response_bytes > 0, "metadata": extras.get("metadata", {}),
+            "previous_response_id": extras.get("previous_response_id"),
+        }  # fmt: skip
     parser = StreamParser(parsed.parsing, context.tokenizer)
     return [
         ResponsesStream(
-            parser, f"resp_{context.request_id}", parsed.model, context.created, context.settings.dialect, echo=parsed.echo,
-            namespaces=parsed.namespaces, custom_tools=parsed.custom_tools,
+            parser, response_id(context.request_id, context.gateway), parsed.model, context.created, settings.dialect,
+            echo=parsed.echo, namespaces=parsed.namespaces, custom_tools=parsed.custom_tools,
         )
     ]  # fmt: skip
 

@@ -71,6 +71,15 @@ def busy(message: str, retry_after: float = 1.0) -> GatewayError:
     return GatewayError(message, status=429, code="overloaded", type="rate_limit_error", retry_after=max(1.0, retry_after))
 
 
+def no_response(message: str) -> GatewayError:
+    return GatewayError(message, status=404, code="response_not_found", type="invalid_request_error")
+
+
+def owner_silent(name: str) -> GatewayError:
+    return GatewayError(f"the gateway that keeps response `{name}` does not answer now; try again", status=503,
+                        code="owner_silent", retry_after=1.0)  # fmt: skip
+
+
 def draining() -> GatewayError:
     return GatewayError("this gateway is shutting down; try another one", status=503, code="draining", retry_after=1.0)
 

@@ -16,7 +16,8 @@ from aiohttp import web
 
 from headrace.recipe.errors import RecipeError
 
-KEEPALIVE = b": keep-alive\n\n"
+KEEPALIVE = b": keep-alive\n\n"  # a comment; Messages has an event of its own for it
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 EVENTS = b"text/event-stream; charset=utf-8"
 JSON = b"application/json"
 
@@ -70,7 +71,7 @@ class Exchange:
     """
 
     __slots__ = (
-        "_chunked", "_keep", "_limit", "_on_slow", "_opened", "_transport", "_turn", "_unsent", "_written", "closed",
+        "_chunked", "_keep", "_limit", "_lives", "_on_slow", "_opened", "_transport", "_turn", "_unsent", "_written", "closed",
         "client_id", "request_id",
     )  # fmt: skip
 
@@ -83,6 +84,7 @@ class Exchange:
         self._keep = request.keep_alive and self._chunked
         self._turn, self._limit = turn, limit
         self._opened = False
+        self._lives = KEEPALIVE
         self._unsent: list[bytes] = []  # of this loop turn
         self._written = 0.0  # when the client last got something, or when the stream began
         self._on_slow: Callable[[], None] | None = None  # set while this is a stream
@@ -119,9 +121,10 @@ class Exchange:
 
     # ------------------------------------------------------------ a stream of events
 
-    def streams(self, on_slow: Callable[[], None]) -> None:
-        """This will be a stream. `on_slow`: its client does not read."""
+    def streams(self, on_slow: Callable[[], None], lives: bytes = KEEPALIVE) -> None:
+        """This will be a stream. `on_slow`: its client does not read. `lives`: what to say in long silence."""
         self._on_slow = on_slow
+        self._lives = lives
         self._written = time.monotonic()
 
     def send(self, data: bytes) -> None:
@@ -162,10 +165,10 @@ class Exchange:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
 
     def comment(self, now: float, silence: float) -> None:
-        """A comment, if this is a stream that has been silent for so many seconds: it keeps proxies and clients from
+        """A sign of life, if this is a stream that has been silent for so many seconds: it keeps proxies and clients from
         giving up."""
         if self._on_slow is not None and now - self._written >= silence:
-            self.send(KEEPALIVE)
+            self.send(self._lives)
 
     # ------------------------------------------------------------ bytes
 

@@ -12,6 +12,7 @@ import msgspec
 from headrace.bus import StartError
 from headrace.recipe import Encoding, Tokenizer, v41_tokenizer_json
 from headrace.recipe.protocol.request import ConversionOptions
+from headrace.recipe.replay import ReplayCache
 
 from .routing import Group, Router
 from .settings import GatewaySettings
@@ -42,10 +43,16 @@ class Models:
         self._settings, self._router = settings, router
         self.tokenizer = tokenizer
         self.encoding = Encoding(settings.template, tokenizer)
+        # DeepSeek's own service has no replay, so the official dialect has none.
+        keeps = settings.replay_bytes and settings.dialect == "open"
+        self.replay = ReplayCache(settings.replay_bytes) if keeps else None
         self._made_from: object = None
         self._aliases: dict[str, str] = {}
         self._options = ConversionOptions(
-            dialect=settings.dialect, models={}, special_tokens=self.encoding.special_tokens, repair=settings.dialect == "open"
+            dialect=settings.dialect,
+            models={},
+            special_tokens=self.encoding.special_tokens,
+            repair=settings.repair and settings.dialect == "open",
         )
 
     @property

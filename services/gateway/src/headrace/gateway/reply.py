@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from headrace.bus import messages as m
 from headrace.recipe.jsontext import compact
-from headrace.recipe.stream.reply import ReplyStream, Usage
+from headrace.recipe.stream import ReplyStream, ResponsesStream, Usage
 
 from .errors import GatewayError
 from .exchange import Exchange
@@ -32,6 +32,7 @@ class Reply:
         "first_token",
         "on_failure",
         "open",
+        "over",
         "parts",
         "protocol",
         "remake",
@@ -47,6 +48,7 @@ class Reply:
         self.first_token = 0.0
         self.remake: Callable[[], list[ReplyStream]] | None = None  # fresh writers, for output that has to come again
         self.on_failure: Callable[[], None] = lambda: None
+        self.over: Callable[[ReplyStream, array], None] | None = None  # a choice went well: its writer and its ids
         self.buffer: list[bytes] = []
         self.open = self.parts = parts
 
@@ -86,6 +88,18 @@ class Reply:
         elif not self.exchange.closed:
             self.exchange.close(b"".join(self.buffer) + self.streams[0].error(error))
 
+    def cancel(self) -> None:
+        """Somebody who knows the response's id wants no more of it: it ends here, and the client is told what there was."""
+        stream = self.streams[0]
+        if self.exchange.closed or not isinstance(stream, ResponsesStream):
+            return
+        self.on_failure()
+        last = stream.cancel()
+        if self.collect is None:
+            self.exchange.close(b"".join(self.buffer) + last)
+        else:
+            self.exchange.answer(200, compact(stream.accumulate()).encode())
+
     def flush(self) -> None:
         if self.collect is None:
             self.exchange.send(b"".join(self.buffer))
@@ -95,12 +109,13 @@ class Reply:
 class Part:
     """A `Sink`: the output of one prompt."""
 
-    __slots__ = ("_last", "_number", "_reply", "_streams", "first")
+    __slots__ = ("_ids", "_last", "_number", "_reply", "_streams", "first")
 
     def __init__(self, reply: Reply, number: int, streams: list[ReplyStream]):
         self._reply, self._number, self._streams = reply, number, streams
         self.first = number == 0
         self._last: tuple[int, str] = (0, "stop")
+        self._ids = self._no_ids()
 
     def tokens(self, choice: int, ids: array, logprobs: list[m.TokenLogprob] | None) -> int:
         stream, reply = self._streams[choice], self._reply
@@ -108,6 +123,8 @@ class Part:
             reply.first_token = time.monotonic()
         entries = None if logprobs is None else [(entry.logprob, entry.top) for entry in logprobs]
         reply.buffer.append(stream.push(ids, entries))
+        if self._ids:
+            self._ids[choice] += ids
         parser = stream.parser
         return -1 if parser.stopped is None else parser.kept_tokens
 
@@ -116,10 +133,12 @@ class Part:
             self._last = (choice, reason)
         else:
             self._reply.buffer.append(self._streams[choice].finish(reason, done=False))
+            self._over(choice)
 
     def end(self, usage: m.Usage) -> None:
         choice, reason = self._last
         self._reply.part_ended(usage, self._streams[choice], reason)
+        self._over(choice)
 
     def fail(self, error: GatewayError) -> None:
         self._reply.fail(error)
@@ -131,6 +150,7 @@ class Part:
         width = len(self._streams)
         self._streams = reply.remake()[self._number * width : (self._number + 1) * width]
         reply.streams[self._number * width : (self._number + 1) * width] = self._streams
+        self._ids = self._no_ids()
         return True
 
     def flush(self) -> None:
@@ -138,3 +158,11 @@ class Part:
 
     def tick(self, now: float, silence: float) -> None:
         self._reply.exchange.comment(now, silence)
+
+    def _no_ids(self) -> list[array]:
+        """Per choice what was sampled, when somebody wants it."""
+        return [array("I") for _ in self._streams] if self._reply.over is not None else []
+
+    def _over(self, choice: int) -> None:
+        if self._reply.over is not None:
+            self._reply.over(self._streams[choice], self._ids[choice])

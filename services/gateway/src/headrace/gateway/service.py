@@ -15,6 +15,7 @@ from .api import Api
 from .auth import Auth
 from .dispatch import Dispatcher
 from .models import Models, load_tokenizer
+from .responses import Responses, ResponseStore
 from .routing import Router
 from .settings import GatewaySettings
 
@@ -33,6 +34,7 @@ class Gateway(Service):
         super().__init__(settings)
         self.http_reuse_port = settings.share_port
         self.api = Api(self)
+        self.kept = ResponseStore(settings.response_bytes, settings.response_seconds)
         self.dispatcher: Dispatcher = None  # type: ignore[assignment]  # set by start()
 
     async def start(self) -> None:
@@ -40,6 +42,7 @@ class Gateway(Service):
         tokenizer = load_tokenizer(settings)
         self.api.auth = Auth(settings.api_key, settings.api_key_file, settings.kv_secret)
         await super().start()
+        self.responses = Responses(self.bus, self.instance, self.kept)
         self.peers = Peers(self.bus)
         self.router = Router(self.bus, self.peers, lambda: self.dispatcher.capacity())
         self.dispatcher = Dispatcher(self.bus, self.peers, self.instance, self.epoch, self.router, self.trace, settings)
@@ -60,6 +63,9 @@ class Gateway(Service):
             await self.router.residency.stop()
             await self.peers.stop()
         await super().stop()
+
+    def verbs(self) -> dict[str, Any]:
+        return {"response": self.kept.answer}
 
     def load(self) -> m.Load:
         if self.dispatcher is None:
@@ -97,6 +103,7 @@ class Meters:
         self.prompt_tokens = Counter("headrace_prompt_tokens", "prompt tokens of finished requests", registry=registry)
         self.cached_tokens = Counter("headrace_cached_tokens", "prompt tokens that were not recomputed", registry=registry)
         self.generation_tokens = Counter("headrace_generation_tokens", "output tokens of finished requests", registry=registry)
+        self.repairs = Counter("headrace_gateway_repairs", "malformed tool calls mended", ["kind"], registry=registry)
         registry.register(_Collector(gateway))
         self._statuses: dict[tuple[str, int], Counter] = {}
 
@@ -129,6 +136,13 @@ class _Collector:
             yield CounterMetricFamily(f"headrace_gateway_{name}", f"gateway: {name.replace('_', ' ')}", value=value)
         yield GaugeMetricFamily("headrace_gateway_in_flight", "requests in flight", value=len(dispatcher.records))
         yield GaugeMetricFamily("headrace_gateway_waiting", "requests that wait for a worker", value=dispatcher.queued)
+        replay, kept = self._gateway.models.replay, self._gateway.kept
+        yield GaugeMetricFamily(
+            "headrace_gateway_kept_responses_bytes", "responses that may be fetched again", value=kept.bytes
+        )
+        yield GaugeMetricFamily(
+            "headrace_gateway_replay_bytes", "sampled turns that may be replayed", value=replay.bytes if replay else 0
+        )
         yield CounterMetricFamily(
             "headrace_gateway_resyncs", "snapshots of KV events asked for", value=router.residency.resyncs
         )

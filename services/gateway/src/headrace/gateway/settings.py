@@ -29,6 +29,14 @@ class GatewaySettings(Settings):
     dialect: Annotated[
         Literal["open", "official"], Meta(description="open: parameters as sent; official: deepseek-recipe byte for byte")
     ] = "open"
+    repair: Annotated[bool, Meta(description="open: mend malformed tool calls; traces and metrics tell what was done")] = False
+    replay_bytes: Annotated[
+        int, Meta(ge=0, description="open: memory for sampled tool-call turns, replayed token by token; 0: off")
+    ] = 64 << 20
+    response_bytes: Annotated[
+        int, Meta(ge=0, description="open: memory for responses that clients may fetch again; 0: none is kept")
+    ] = 64 << 20
+    response_seconds: Annotated[float, Meta(gt=0, description="open: how long they are kept")] = 3600.0
     reasoning_alias: Annotated[bool, Meta(description="write `reasoning` beside `reasoning_content`")] = False
 
     api_key: Annotated[
