@@ -161,7 +161,7 @@ def _forward_parts(model, size: int, args: argparse.Namespace, rng: np.random.Ge
     def start(module, *_):
         began[id(module)] = time.perf_counter()
 
-    for name, module in model.named_modules():
+    for name, module in getattr(model, "named_modules", tuple)():  # a family without modules has one part
         part = name.rpartition(".")[2]
         if part in FORWARD_PARTS:
 
