@@ -84,14 +84,20 @@ async def run_all(cluster: Cluster, cases: list[Case]) -> list[Result]:
     await asyncio.gather(*(worker() for _ in range(6)))
     for index, case in enumerate(cases):
         compare(index, case, out[index])
+    assert any(stopped(case, out[index]) for index, case in enumerate(cases))
     return [out[i] for i in range(len(cases))]
+
+
+def stopped(case: Case, result: Result) -> bool:
+    """The text stop came before the last token; on a busy machine it may come after it, and the whole answer is right then."""
+    return bool(case.keep) and result.cancelled and result.finish[0] == "stop"
 
 
 def compare(index: int, case: Case, result: Result) -> None:
     assert result.ok, (index, result.problem, result.refused)
-    usage, stopped = result.usage, case.keep and result.cancelled
-    if stopped:
-        assert result.ids[0][: case.keep] == case.reference[0][0][: case.keep] and result.finish[0] == "stop"
+    usage = result.usage
+    if stopped(case, result):
+        assert result.ids[0][: case.keep] == case.reference[0][0][: case.keep]
         assert usage.completion_tokens == case.keep
     else:
         for choice, (ids, logprobs, finish) in enumerate(case.reference):

@@ -76,6 +76,7 @@ class Service:
         self.trace: Trace = None  # type: ignore[assignment]
         self.http_url = ""
         self.failed: asyncio.Future[str] | None = None  # set when the process must end; run_service watches it
+        self.before_ready: Callable[[], None] | None = None  # called once, before peers learn that work may come
         self._seq = 0
         self._verbs: dict[str, VerbStats] = {}
         self._handlers: dict[str, Handler] = {}
@@ -148,6 +149,9 @@ class Service:
         assert state in STATES, state
         if state == self.state:
             return
+        if state == "ready" and self.before_ready is not None:
+            self.before_ready, call = None, self.before_ready
+            call()
         self.log.info("state", state=state, was=self.state)
         self.state = state
         if self.bus is not None:
@@ -337,6 +341,7 @@ def run_service(service_class: type[Service], argv: Sequence[str] | None = None)
 async def _live(service: Service) -> int:
     stop = asyncio.Event()
     _catch_signals(stop)
+    service.before_ready = _settle_memory  # it takes a tenth of a second, which the first request need not wait for
     starting = asyncio.ensure_future(service.start())
     stopping = asyncio.ensure_future(stop.wait())
     try:
@@ -350,7 +355,6 @@ async def _live(service: Service) -> int:
         except (BusError, StartError, SettingsError) as error:
             print(f"headrace {service.role}: {error}", file=sys.stderr)
             return 1
-        _settle_memory()
         assert service.failed is not None
         await asyncio.wait({service.failed, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if service.failed.done():
