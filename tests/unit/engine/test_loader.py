@@ -202,7 +202,8 @@ def test_engram_tables_and_embeddings_stay_in_the_file(good):
 def test_draft_and_vision_tensors_are_checked_when_declared(tmp_path):
     draft = {
         "num_nextn_predict_layers": 2, "dspark_target_layer_ids": [6, 7], "dspark_markov_rank": 16,
-        "dspark_n_routed_experts": 4, "compress_ratios": [*PRESETS["w16"]["compress_ratios"], 0, 0],
+        "dspark_n_routed_experts": 4, "dspark_noise_token_id": 259,
+        "compress_ratios": [*PRESETS["w16"]["compress_ratios"], 0, 0],
     }  # fmt: skip
     vision = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
     path = write_checkpoint(PRESETS["w16"] | draft, 0, tmp_path, vision=vision)

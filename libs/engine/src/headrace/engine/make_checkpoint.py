@@ -71,10 +71,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "engram_layer_ids": [1, 3], "engram_vocab_size": 8000, "engram_n_heads": 4, "engram_head_dim": 64,
     },
 }  # fmt: skip
+PRESETS["w16-draft"] = PRESETS["w16"] | {
+    "compress_ratios": [*PRESETS["w16"]["compress_ratios"], 0, 0, 0], "num_nextn_predict_layers": 3,
+    "dspark_block_size": 5, "dspark_noise_token_id": 259, "dspark_target_layer_ids": [3, 6, 7],
+    "dspark_markov_rank": 16, "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 2,
+}  # fmt: skip
 
 
 def make_checkpoint(preset: str, seed: int, out: str | Path, *, tokenizer_json: dict[str, Any] | None = None) -> Path:
-    """Write a random checkpoint of a preset ("nano", "tiny", "w16") and return its directory.
+    """Write a random checkpoint of a preset ("nano", "tiny", "w16", "w16-draft") and return its directory.
 
     `tokenizer_json`: a decoded tokenizer.json; default is `small_tokenizer_json()`, one token per byte and V4.1's
     control tokens. Equal arguments give equal files.

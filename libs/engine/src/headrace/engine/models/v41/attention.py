@@ -138,8 +138,16 @@ class Pass:
             new = fresh[group.begin : group.end].view(group.segments, group.length, -1)
             line = torch.cat([old, new], dim=1)
             result.append(line.unfold(1, width, 1).transpose(2, 3).flatten(0, 1) if group.length > 1 else line)
-        ring.index_copy_(0, rows.cells, fresh if rows.kept is None else fresh.index_select(0, rows.kept))
+        self._store(ring, fresh)
         return result
+
+    def store_window(self, layer: int, fresh: torch.Tensor) -> None:
+        """Store rows [count, D] that nobody reads in this pass (a draft stage's main KV)."""
+        self._store(self.states.windows[layer].flatten(0, 1), self.codecs.window.round(fresh).float())
+
+    def _store(self, ring: torch.Tensor, fresh: torch.Tensor) -> None:
+        kept = self.rows.kept
+        ring.index_copy_(0, self.rows.cells, fresh if kept is None else fresh.index_select(0, kept))
 
     # -------------------------------------------------------------- compressed KV
 
@@ -287,7 +295,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         c = self.config = config
-        self.layer, self.ratio = layer, c.compress_ratios[layer]
+        # Draft stages are layers behind the backbone's, window only.
+        self.layer, self.ratio = layer, c.compress_ratios[layer] if layer < c.num_hidden_layers else 0
         self.attn_sink = nn.Parameter(torch.zeros(c.num_attention_heads))
         self.wq_a = Linear(c.hidden_size, c.q_lora_rank)
         self.q_norm = RMSNorm(c.q_lora_rank, c.rms_norm_eps)
@@ -307,15 +316,26 @@ class Attention(nn.Module):
 
         A Full layer's entries of these rows must be written before (`write_sources`).
         """
-        c, count = self.config, shared.rows.count
-        qr = self.q_norm(self.wq_a(u))
-        q = rotate(self.wq_b(qr).view(-1, c.num_attention_heads, c.head_dim), phases)
-        kv = rotate(self.kv_norm(self.wkv(u)), phases)
+        count = shared.rows.count
+        qr = self.query_latent(u)
+        q, kv = self.query(qr, phases), self.window_kv(u, phases)
         if self.selects:
             shared.selection[self.layer] = self.indexer.select(self.layer, u, qr, phases, shared)
         windows = shared.windows(self.layer, kv[:count])
         attended = self._attend(q.float(), windows, shared).to(u.dtype)
         return self.project(rotate(attended, phases.conj()))
+
+    def query_latent(self, u: torch.Tensor) -> torch.Tensor:
+        """[T, d] -> [T, q_lora_rank]."""
+        return self.q_norm(self.wq_a(u))
+
+    def query(self, qr: torch.Tensor, phases: torch.Tensor) -> torch.Tensor:
+        """[T, q_lora_rank] -> [T, H, D], rotated."""
+        return rotate(self.wq_b(qr).view(-1, self.config.num_attention_heads, self.config.head_dim), phases)
+
+    def window_kv(self, u: torch.Tensor, phases: torch.Tensor) -> torch.Tensor:
+        """[T, d] -> [T, D], rotated, not yet rounded."""
+        return rotate(self.kv_norm(self.wkv(u)), phases)
 
     def _attend(self, q: torch.Tensor, windows: list[torch.Tensor], shared: Pass) -> torch.Tensor:
         """[padded, H, D] -> the same; padding rows give zeros."""

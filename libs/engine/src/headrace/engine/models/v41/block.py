@@ -48,6 +48,11 @@ class Block(nn.Module):
         return expand(output, streams, post, comb), next_pre
 
 
+def mean_of_streams(streams: torch.Tensor) -> torch.Tensor:
+    """A tap: what the draft sees of a layer's attention input, [T, hc, d] -> [T, d]."""
+    return streams.float().mean(1).to(streams.dtype)
+
+
 def enter_streams(h: torch.Tensor, hc: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Embeddings [T, d] -> (streams [T, hc, d], pre [T, hc] fp32 that takes the first stream)."""
     pre = torch.zeros(h.shape[0], hc, device=h.device)

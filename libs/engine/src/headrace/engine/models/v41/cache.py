@@ -5,7 +5,8 @@ indexer's key), one entry per `ratio` tokens. Two stores with one interface: `qu
 records (528, 288 and 68 bytes at the released dimensions), `fp32` keeps plain values and applies no quantisation
 anywhere (parity).
 
-A state slot holds every layer's window ring and the ratio-2 compressors' last rows. Rings hold fp32 values that are
+A state slot holds every layer's window ring, a ring of main KV for each draft stage, and the ratio-2 compressors' last
+rows. Rings hold fp32 values that are
 exactly representable as window records; records are what `pack` writes.
 """
 
@@ -25,6 +26,7 @@ from ...cache import CacheSpec, KVPool, PagedGroup
 from .config import ModelConfig
 
 BLOCK_TOKENS = 128
+PHASES = ENCODER, DECODER, DRAFT = 0, 1, 2  # layers whose window rows are valid from a position of their own
 GROUP_ALIGNMENT = 64  # bytes; every group of the released configuration is a multiple of 256 anyway
 ROLLBACK = 12  # positions a sequence may step back (rejected drafts of two steps in flight) and still find its window
 
@@ -101,7 +103,8 @@ def cache_spec(
     reach = config.sliding_window - 1
     if numerics == "exact":
         # A replayed row is exact in layer L once L windows lie behind it.
-        keep, replay = 0, _even(config.num_hidden_layers * reach)
+        # The draft looks back one row further than a window, at inputs of the last layer.
+        keep, replay = 0, _even(config.num_hidden_layers * reach + (config.num_nextn_predict_layers > 0))
     else:
         keep = replay = _even(keep_rows if keep_rows is not None else config.sliding_window + ROLLBACK)
         if keep < config.sliding_window:
@@ -184,20 +187,22 @@ def paged_entries(kv: KVPool, kinds: Codecs) -> dict[str, Entries]:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Shape of a packed state: header, encoder window rows, decoder window rows, one pending compressor row per
+    """Shape of a packed state: header, window rows of encoder, decoder and draft, one pending compressor row per
     ratio-2 source.
 
-    Header: magic, version, position, first encoder row, first decoder row, payload bytes, then 16 bytes each of the
+    Header: magic, version, position, first encoder, decoder and draft row, payload bytes, then 16 bytes each of the
     layout's and the payload's blake2b digest. Window rows are [layers, rows, record] for positions [first row,
-    position).
+    position): at most window - 1 of the backbone's, and window of the draft's, whose next block begins at `position`
+    and sees only what is before it.
     """
 
     MAGIC = b"HRST"
-    VERSION = 1
-    HEADER = struct.Struct("<4sHxxQQQI16s16s")
+    VERSION = 2
+    HEADER = struct.Struct("<4sHxxQQQQI16s16s")
 
     encoder_layers: int
     decoder_layers: int
+    draft_layers: int
     window: int
     window_record: int  # bytes
     pending_layers: int
@@ -208,6 +213,7 @@ class StateLayout:
         return cls(
             encoder_layers=config.cut_layer,
             decoder_layers=config.num_hidden_layers - config.cut_layer,
+            draft_layers=config.num_nextn_predict_layers,
             window=config.sliding_window,
             window_record=kinds.window.entry_bytes,
             pending_layers=len(pending_layers(config)),
@@ -215,25 +221,38 @@ class StateLayout:
         )
 
     @property
-    def max_bytes(self) -> int:
-        rows = (self.encoder_layers + self.decoder_layers) * (self.window - 1) * self.window_record
-        return self.HEADER.size + rows + self.pending_layers * self.pending_row
+    def layers(self) -> tuple[int, int, int]:
+        """Layers of each phase: encoder, decoder, draft."""
+        return self.encoder_layers, self.decoder_layers, self.draft_layers
 
-    def payload_bytes(self, position: int, first: tuple[int, int]) -> int:
-        layers = (self.encoder_layers, self.decoder_layers)
-        rows = sum(n * (position - start) for n, start in zip(layers, first, strict=True)) * self.window_record
+    def oldest(self, phase: int, position: int) -> int:
+        """Of the window rows of a phase, the first that somebody at `position` may look at."""
+        return max(0, position - self.window + (phase != DRAFT))
+
+    @property
+    def max_bytes(self) -> int:
+        far = 2 * self.window
+        return self.HEADER.size + self._rows_bytes(far, tuple(self.oldest(phase, far) for phase in PHASES)) + (
+            self.pending_layers * self.pending_row
+        )
+
+    def _rows_bytes(self, position: int, first: tuple[int, ...]) -> int:
+        return sum(n * (position - start) for n, start in zip(self.layers, first, strict=True)) * self.window_record
+
+    def payload_bytes(self, position: int, first: tuple[int, ...]) -> int:
+        rows = self._rows_bytes(position, first)
         return rows + (self.pending_layers * self.pending_row if position % 2 else 0)
 
-    def header(self, layout_id: str, position: int, first: tuple[int, int], payload: bytes) -> bytes:
+    def header(self, layout_id: str, position: int, first: tuple[int, ...], payload: bytes) -> bytes:
         return self.HEADER.pack(
             self.MAGIC, self.VERSION, position, *first, len(payload), _digest(layout_id.encode()), _digest(payload)
         )
 
-    def check(self, layout_id: str, position: int, data: memoryview) -> tuple[tuple[int, int], memoryview]:
-        """-> ((first encoder row, first decoder row), payload). ValueError says what is wrong."""
+    def check(self, layout_id: str, position: int, data: memoryview) -> tuple[tuple[int, ...], memoryview]:
+        """-> (first row of each phase, payload). ValueError says what is wrong."""
         if len(data) < self.HEADER.size:
             raise ValueError(f"a state of {len(data)} bytes is shorter than its header of {self.HEADER.size}")
-        magic, version, at, encoder, decoder, size, layout, digest = self.HEADER.unpack_from(data)
+        magic, version, at, *first, size, layout, digest = self.HEADER.unpack_from(data)
         if magic != self.MAGIC or version != self.VERSION:
             raise ValueError(
                 f"not a packed state: it starts with {magic!r} version {version}, not {self.MAGIC!r} {self.VERSION}"
@@ -243,20 +262,17 @@ class StateLayout:
             raise ValueError(f"the state's layout is {layout.hex()}; this model has {layout_id} ({own})")
         if at != position:
             raise ValueError(f"the state is of position {at}, expected {position}")
-        oldest = max(0, position - self.window + 1)
-        if not (oldest <= encoder <= position and oldest <= decoder <= position):
-            raise ValueError(
-                f"window rows from {encoder} and {decoder} do not fit position {position} and window {self.window}"
-            )
+        if not all(self.oldest(phase, position) <= first[phase] <= position for phase in PHASES):
+            raise ValueError(f"window rows from {first} do not fit position {position} and window {self.window}")
         payload = data[self.HEADER.size : self.HEADER.size + size]
-        expected = self.payload_bytes(position, (encoder, decoder))
+        expected = self.payload_bytes(position, tuple(first))
         if len(payload) != size or size != expected:
             raise ValueError(
                 f"the state has {len(data) - self.HEADER.size} bytes after its header, says {size}, needs {expected}"
             )
         if _digest(payload) != digest:
             raise ValueError(f"the state's payload of {size} bytes does not match its digest {digest.hex()}")
-        return (encoder, decoder), payload
+        return tuple(first), payload
 
 
 def _digest(data: bytes | memoryview) -> bytes:
@@ -270,15 +286,15 @@ def pending_layers(config: ModelConfig) -> tuple[int, ...]:
 
 # ------------------------------------------------------------------ state slots
 
-UNSET = 1 << 62
+UNSET = 1 << 62  # no row is valid
 
 
 class V41StatePool:
     """State slots on the device. A row of position p lies at p % ring; who reads it must know that it is valid.
 
-    `first[phase][slot]` is the oldest position with valid window rows in encoder (0) and decoder (1) layers; rows
+    `first[phase][slot]` is the oldest position with valid window rows in encoder, decoder and draft layers; rows
     below it, of an earlier tenant or never computed, are visible to nobody. `next[phase][slot]` is the position after
-    the newest.
+    the newest. Rings of draft stages lie behind those of the backbone's layers.
     """
 
     def __init__(
@@ -296,16 +312,15 @@ class V41StatePool:
         if self.ring < self.window:
             raise ValueError(f"a ring of {self.ring} rows cannot hold a window of {self.window}")
         self.layout = StateLayout.of(config, kinds)
-        self.cut = config.cut_layer
-        self.windows = torch.zeros(config.num_hidden_layers, slots, self.ring, config.head_dim, device=device)
+        self.windows = torch.zeros(sum(self.layout.layers), slots, self.ring, config.head_dim, device=device)
         self.pending_index = {layer: i for i, layer in enumerate(pending_layers(config))}
         self.pending_ring = ROLLBACK + 2
         self.pending = torch.zeros(len(self.pending_index), slots, self.pending_ring, 2, config.head_dim, device=device)
-        self.first = [[UNSET] * slots, [UNSET] * slots]
-        self.next = [[0] * slots, [0] * slots]
+        self.first = [[UNSET] * slots for _ in PHASES]
+        self.next = [[0] * slots for _ in PHASES]
 
     def reset(self, slot: int) -> None:
-        for phase in (0, 1):
+        for phase in PHASES:
             self.first[phase][slot], self.next[phase][slot] = UNSET, 0
 
     def advance(self, phase: int, slot: int, start: int, stop: int) -> int:
@@ -319,10 +334,21 @@ class V41StatePool:
         self.next[phase][slot] = stop
         return self.first[phase][slot]
 
+    def first_draft(self, slot: int, position: int) -> int:
+        """The oldest position whose main KV a block at `position` may see. ValueError when the slot cannot draft there:
+        rows before it are missing, or were overwritten by more than a rollback's."""
+        newest = self.next[DRAFT][slot]
+        if not position <= newest <= position + self.ring - self.window:
+            raise ValueError(
+                f"slot {slot} cannot draft at position {position}: its rows end at {newest}, and its ring of {self.ring} "
+                f"rows reaches back over {self.ring - self.window} more than a window"
+            )
+        return self.first[DRAFT][slot]
+
     def copy(self, source: int, target: int) -> None:
         self.windows[:, target] = self.windows[:, source]
         self.pending[:, target] = self.pending[:, source]
-        for phase in (0, 1):
+        for phase in PHASES:
             self.first[phase][target], self.next[phase][target] = self.first[phase][source], self.next[phase][source]
 
     # -------------------------------------------------------------- the wire
@@ -330,8 +356,8 @@ class V41StatePool:
     def pack(self, slot: int, position: int) -> bytes:
         if self.next[0][slot] != position:
             raise ValueError(f"slot {slot} is at position {self.next[0][slot]}, not {position}")
-        first = tuple(self._oldest(phase, slot, position) for phase in (0, 1))
-        parts = [self.codec.encode(self._rows(phase, slot, first[phase], position)) for phase in (0, 1)]
+        first = tuple(self._oldest(phase, slot, position) for phase in PHASES)
+        parts = [self.codec.encode(self._rows(phase, slot, first[phase], position)) for phase in PHASES]
         if position % 2:
             parts.append(self.pending[:, slot, (position - 1) % self.pending_ring].contiguous().view(torch.uint8))
         payload = b"".join(part.cpu().numpy().tobytes() for part in parts)
@@ -342,7 +368,7 @@ class V41StatePool:
         first, payload = self.layout.check(self.spec.layout_id, position, data)
         flat = torch.from_numpy(np.frombuffer(payload, np.uint8).copy())
         start = 0
-        for phase, layers in enumerate((self.layout.encoder_layers, self.layout.decoder_layers)):
+        for phase, layers in enumerate(self.layout.layers):
             rows = position - first[phase]
             size = layers * rows * self.codec.entry_bytes
             if size:
@@ -357,10 +383,10 @@ class V41StatePool:
     def _oldest(self, phase: int, slot: int, position: int) -> int:
         if self.next[phase][slot] != position:  # decoder layers that have not run up to here have nothing to tell
             return position
-        return max(0, position - self.window + 1, min(self.first[phase][slot], position))
+        return max(self.layout.oldest(phase, position), min(self.first[phase][slot], position))
 
     def _window(self, phase: int) -> torch.Tensor:
-        return self.windows[self.cut :] if phase else self.windows[: self.cut]
+        return self.windows.split(self.layout.layers)[phase]
 
     def _at(self, start: int, stop: int) -> torch.Tensor:
         return torch.arange(start, stop, device=self.windows.device) % self.ring

@@ -99,6 +99,7 @@ class ModelConfig:
     dspark_markov_rank: int = 256
     dspark_n_routed_experts: int = 128
     dspark_num_experts_per_tok: int = 3
+    dspark_confidence_normed: bool = False  # the confidence head reads the normed hidden vector (NeMo-trained drafts)
     # Root keys.
     bos_token_id: int = 0
     eos_token_id: tuple[int, ...] = (1,)
@@ -292,6 +293,19 @@ def _check(c: ModelConfig) -> None:
         raise ConfigError(
             f"num_nextn_predict_layers is {c.num_nextn_predict_layers} but dspark_target_layer_ids is empty"
         )
+    if c.num_nextn_predict_layers:
+        for name in ("dspark_block_size", "dspark_markov_rank", "dspark_n_routed_experts"):
+            if getattr(c, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(c, name)}; it must be positive")
+        if c.dspark_num_experts_per_tok > c.dspark_n_routed_experts:
+            raise ConfigError(
+                f"dspark_num_experts_per_tok {c.dspark_num_experts_per_tok} exceeds dspark_n_routed_experts "
+                f"{c.dspark_n_routed_experts}"
+            )
+        if not 0 <= c.dspark_noise_token_id < c.vocab_size:
+            raise ConfigError(
+                f"dspark_noise_token_id {c.dspark_noise_token_id} lies outside vocab_size {c.vocab_size}"
+            )
     for layer in c.dspark_target_layer_ids if c.num_nextn_predict_layers else ():
         if not 0 <= layer < c.num_hidden_layers:
             raise ConfigError(f"dspark_target_layer_ids names layer {layer}; there are {c.num_hidden_layers}")

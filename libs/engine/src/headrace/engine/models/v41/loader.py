@@ -18,7 +18,7 @@ from .config import ModelConfig
 from .engram import Engram, NgramHash, RowReader, cached_compressed_ids
 from .model import V41Model
 from .moe import MoE
-from .schema import BLOCK, TensorSpec, checkpoint_schema, scale_name, text_schema
+from .schema import BLOCK, TensorSpec, checkpoint_schema, language_schema, scale_name
 
 
 def load(checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions) -> V41Model:
@@ -50,7 +50,7 @@ def _row_rule(model: V41Model) -> tuple[int, int]:
             f"batch_invariant: on this machine index scores of {heads} heads get other bits when more rows or keys stand "
             "beside them; run without batch_invariant"
         )
-    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
+    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2 and p.shape[0] > 1}
     shapes |= {(p.shape[:3].numel(), p.shape[3]) for p in model.parameters() if p.dim() == 4}  # all experts as one matrix
     return row_rule(shapes)
 
@@ -104,7 +104,7 @@ class _Placer:
                 for name in ("w_in", "w_out"):
                     empty = torch.empty(getattr(module, name).shape, dtype=self.model.dtype)
                     setattr(module, name, nn.Parameter(empty, requires_grad=False))
-        for name, spec in text_schema(self.config).items():
+        for name, spec in language_schema(self.config).items():
             if ".ffn.experts." in name or ".ffn.shared_experts." in name:
                 self._place_expert(name, spec)
             elif name.endswith("engram.embed.weight"):

@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1 text model: layers, and one forward pass over a batch of segments.
+"""DeepSeek-V4.1 text model: layers, one forward pass over a batch of segments, and one step of its draft.
 
 A causal encoder (layers below the last KV source) and a decoder that reads the last source's compressed KV. In class
 `bounded` the decoder's layers run on a prompt's last rows only; its KV source still compresses every row first (CED).
@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from ...batch import Segment
 from ...cache import CacheSpec, KVPool
 from .attention import Attention, Pass
-from .block import Block, enter_streams
-from .cache import Entries, V41StatePool, cache_spec, codecs, paged_entries
+from .block import Block, enter_streams, mean_of_streams
+from .cache import DECODER, DRAFT, ENCODER, Entries, V41StatePool, cache_spec, codecs, paged_entries
 from .config import ModelConfig
+from .draft import Choose, Drafts, DraftStage, DraftStep, finish_drafts, main_kv
 from .engram import Engram, NgramHash
 from .layers import Embedding, Linear, RMSNorm, RopeTable, collapse, linear, rope_frequencies
 from .moe import MoE
@@ -66,6 +67,7 @@ class V41Model(nn.Module):
         self.layers = nn.ModuleList(Layer(c, layer) for layer in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.head = Linear(c.hidden_size, c.vocab_size)
+        self.mtp = nn.ModuleList(DraftStage(c, stage) for stage in range(c.num_nextn_predict_layers))
         self.ropes: dict[bool, RopeTable] = {}  # by whether the layer has compressed KV
 
     def finish_loading(self) -> None:
@@ -107,6 +109,7 @@ class V41Model(nn.Module):
         if self.ngrams is not None:
             hashed = self.ngrams.contexts([(segments[p.index].prev_ids, segments[p.index].ids) for p in rows.pieces])
         phases = self._phases(rows)
+        taps: dict[int, torch.Tensor] = {}
         for layer in self.layers:
             if hashed is not None and layer.index in c.engram_layer_ids:
                 streams = layer.engram(streams, self.ngrams.rows(layer.index, hashed))
@@ -120,11 +123,45 @@ class V41Model(nn.Module):
                 rows, take = kept
                 if take is not None:
                     streams, pre, u = (x.index_select(0, take) for x in (streams, pre, u))
+                    taps = {index: tap.index_select(0, take) for index, tap in taps.items()}
                     hashed = None if hashed is None else hashed[take[: rows.count].numpy()]
                 shared.enter(rows)
                 phases = self._phases(rows)
+            if self.mtp and layer.index in c.dspark_target_layer_ids:
+                taps[layer.index] = mean_of_streams(streams)
             streams, pre = layer(streams, layer.attn(u, phases[layer.compressed], shared))
+        if self.mtp:
+            self._feed_draft(taps, phases[False], shared)
         return self._outputs(collapse(streams, pre), rows, segments)
+
+    def _feed_draft(self, taps: dict[int, torch.Tensor], phases: torch.Tensor, shared: Pass) -> None:
+        """Main KV of all rows that decoder layers ran on goes into the rings of the draft's stages."""
+        ordered = [taps[layer] for layer in self.config.dspark_target_layer_ids]
+        for stage, kv in zip(self.mtp, main_kv(self.mtp, ordered, phases), strict=True):
+            shared.store_window(stage.attn.layer, kv[: shared.rows.count])
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        slots: Sequence[int],
+        anchors: Sequence[int],
+        positions: Sequence[int],
+        states: V41StatePool,
+        choose: Choose,
+    ) -> Drafts:
+        """Propose dspark_block_size tokens for each of R sequences: sequence r has just got token anchors[r] at
+        positions[r], and `forward` has run on all rows below. `choose(place, logits [R, V])` takes the tokens of one
+        place. Changes no state. ValueError when a slot's rows do not end there."""
+        c = self.config
+        if not self.mtp:
+            raise ValueError("this checkpoint has no draft (num_nextn_predict_layers 0)")
+        step = DraftStep(c, states, self.codecs, slots, positions, self.ropes[False], self.row_multiple)
+        anchor = torch.tensor(anchors, dtype=torch.int64, device=self.device)
+        ids = torch.full((len(slots), c.dspark_block_size), c.dspark_noise_token_id, device=self.device)
+        ids[:, 0] = anchor
+        raw, normed = step.hidden(self.mtp, self.embed(ids.flatten()).to(self.dtype))
+        base = self.logits(normed.flatten(0, 1)).view(*ids.shape, -1)
+        return finish_drafts(self.mtp[-1], raw, normed, base, anchor, choose)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] -> [R, vocab_size] fp32. With batch invariance each row is as if it came alone."""
@@ -152,7 +189,7 @@ class V41Model(nn.Module):
         )
 
     def _encoder_piece(self, index: int, segment: Segment, states: V41StatePool) -> Piece:
-        first = states.advance(0, segment.slot, segment.start, segment.stop)
+        first = states.advance(ENCODER, segment.slot, segment.start, segment.stop)
         return self._piece(index, segment.start, segment.stop, max(first, segment.window_floor))
 
     def _piece(self, index: int, start: int, stop: int, floor: int) -> Piece:
@@ -170,7 +207,8 @@ class V41Model(nn.Module):
             segment = segments[piece.index]
             start = min(max(piece.start, segment.decoder_floor), piece.stop)
             if start < piece.stop:
-                first = states.advance(1, segment.slot, start, piece.stop)
+                first = states.advance(DECODER, segment.slot, start, piece.stop)
+                states.advance(DRAFT, segment.slot, start, piece.stop)
                 floor = max(first, segment.window_floor, segment.decoder_floor)
                 pieces.append(self._piece(piece.index, start, piece.stop, floor))
         if pieces == rows.pieces:

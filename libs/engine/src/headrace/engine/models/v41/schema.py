@@ -52,12 +52,16 @@ def scale_name(weight_name: str) -> str:
 
 def checkpoint_schema(config: ModelConfig) -> Schema:
     """Every tensor that a checkpoint with this config holds."""
-    schema = text_schema(config)
-    if config.num_nextn_predict_layers:
-        schema |= draft_schema(config)
+    schema = language_schema(config)
     if config.vision is not None:
         schema |= vision_schema(config.vision, config.hidden_size)
     return schema
+
+
+def language_schema(config: ModelConfig) -> Schema:
+    """The text model and its draft, if any."""
+    schema = text_schema(config)
+    return schema | draft_schema(config) if config.num_nextn_predict_layers else schema
 
 
 def text_schema(c: ModelConfig) -> Schema:

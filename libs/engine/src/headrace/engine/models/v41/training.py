@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .attention import Attention, Compressor, candidate_blocks, index_scores, top_positions
-from .block import enter_streams
+from .block import enter_streams, mean_of_streams
 from .cache import Codec, codecs
 from .config import ModelConfig
 from .engram import DEAD, NgramHash
@@ -150,11 +150,6 @@ class TrainingModel(nn.Module):
             layer.ffn.observe = observe(layer.index)
 
 
-def mean_of_streams(streams: torch.Tensor) -> torch.Tensor:
-    """What the draft sees of a layer's input: [T, hc, d] -> [T, d]."""
-    return streams.float().mean(1).to(streams.dtype)
-
-
 # ------------------------------------------------------------------ attention
 
 
@@ -189,11 +184,10 @@ class Dense:
 
     def attention_of(self, attn: Attention, u: torch.Tensor) -> torch.Tensor:
         """A layer's attention on its normed input u [B * T, d] -> [B * T, d]."""
-        c = self.config
         phases = self.row_phases[attn.ratio > 0]
-        qr = attn.q_norm(attn.wq_a(u))
-        q = rotate(attn.wq_b(qr).view(-1, c.num_attention_heads, c.head_dim), phases)
-        window = straight_through(rotate(attn.kv_norm(attn.wkv(u)), phases), self.codecs.window)
+        qr = attn.query_latent(u)
+        q = attn.query(qr, phases)
+        window = straight_through(attn.window_kv(u, phases), self.codecs.window)
         if attn.owns_kv:
             self._compress(attn, u)
         if attn.selects:
