@@ -143,13 +143,20 @@ class DraftStep:
 
 
 def finish_drafts(
-    last: DraftStage, raw: torch.Tensor, normed: torch.Tensor, base: torch.Tensor, anchors: torch.Tensor, choose: Choose
+    last: DraftStage,
+    raw: torch.Tensor,
+    normed: torch.Tensor,
+    base: torch.Tensor,
+    anchors: torch.Tensor,
+    choose: Choose,
+    row_multiple: int,
 ) -> Drafts:
     """From left to right: correct each place's base logits [R, block, V] by the token before it, and let `choose`
     take one."""
-    tokens, logits, confidence, previous = [], [], [], anchors
+    tokens, logits, confidence, previous, count = [], [], [], anchors, anchors.shape[0]
     for place in range(base.shape[1]):
-        bias, embedded = last.markov_head(previous)
+        rows = last.markov_head(F.pad(previous, (0, -count % row_multiple)))
+        bias, embedded = (row[:count] for row in rows)
         logits.append(base[:, place] + bias)
         confidence.append(last.confidence_head(raw[:, place], normed[:, place], embedded))
         previous = choose(place, logits[-1])

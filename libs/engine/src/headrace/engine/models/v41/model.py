@@ -161,7 +161,7 @@ class V41Model(nn.Module):
         ids[:, 0] = anchor
         raw, normed = step.hidden(self.mtp, self.embed(ids.flatten()).to(self.dtype))
         base = self.logits(normed.flatten(0, 1)).view(*ids.shape, -1)
-        return finish_drafts(self.mtp[-1], raw, normed, base, anchor, choose)
+        return finish_drafts(self.mtp[-1], raw, normed, base, anchor, choose, self.row_multiple)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] -> [R, vocab_size] fp32. With batch invariance each row is as if it came alone."""
