@@ -276,6 +276,35 @@ def run(model, prompts, choose, rng=None):
     return [torch.cat(parts) for parts in rows]
 
 
+def test_tiles_of_16_rows_give_the_same_numbers(checkpoint, monkeypatch):
+    """What `device.row_rule` falls back to where larger products give a row other bits."""
+    prompt = random.Random(2).choices(range(2, 300), k=170)
+    expected = run(load_model(checkpoint, kv_store="fp32"), [prompt], lambda left: left)[0]
+    monkeypatch.setattr("headrace.engine.models.mla.loader.row_rule", lambda *_: (16, 16))
+    model = load_model(checkpoint, kv_store="fp32", batch_invariant=True)
+    whole, cut = (run(model, [prompt], choose)[0] for choose in (lambda left: left, lambda _: 23))
+    assert torch.equal(whole, cut) and torch.allclose(whole, expected, atol=1e-4)
+    monkeypatch.setattr("headrace.engine.models.mla.loader.rows_are_independent", lambda *_: False)
+    with pytest.raises(RuntimeError, match="a row's attention in torch.float32 gets other bits"):
+        load_model(checkpoint, kv_store="fp32", batch_invariant=True)
+
+
+LOWER = [({}, 0.02), (dict(batch_invariant=True), 0.02), (dict(kv_store="fp8", dtype=torch.float32), 0.08)]
+
+
+@pytest.mark.parametrize(("options", "tolerance"), LOWER)
+def test_lower_precision_stays_near_fp32(checkpoint, options, tolerance):
+    """Packed weights, expanded chunks and absorbed decode against fp32: a row's root mean square error over that of its
+    logits, in the median of rows (a few rows choose another expert, where two are as good)."""
+    prompt = random.Random(4).choices(range(2, 300), k=200)
+    exact = run(load_model(checkpoint, kv_store="fp32"), [prompt], lambda left: left)[0]
+    model = load_model(checkpoint, **options)
+    for choose in (lambda left: left, lambda _: 50, lambda left: 1 if left <= 8 else left - 8):
+        error = run(model, [prompt], choose)[0] - exact
+        relative = error.square().mean(1).sqrt() / exact.square().mean(1).sqrt()
+        assert relative[-8:].median() < tolerance and relative.median() < tolerance, (relative.median(), relative[-8:])
+
+
 def test_only_wanted_rows_run_the_last_layer_and_have_the_same_bits(checkpoint):
     model = load_model(checkpoint, batch_invariant=True)
     prompts = [random.Random(i).choices(range(2, 300), k=n) for i, n in enumerate((150, 40, 90))]
