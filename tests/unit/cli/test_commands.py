@@ -16,6 +16,7 @@ from headrace.cli.main import COMMANDS, GROUPS, main
 from headrace.cli.nats_server import NatsServer
 from headrace.cli.state import Running, StateDir
 from headrace.cli.supervisor import Supervisor
+from headrace.cli.system import shm_dir
 
 RUNNING = Running(os.getpid(), "http://127.0.0.1:8000", "nats://127.0.0.1:4222", "headrace", "secret", "/model", "sim")
 
@@ -104,6 +105,20 @@ def test_second_system_in_one_state_directory_is_refused_by_name(tmp_path):
     second = StateDir(tmp_path)
     second.acquire()
     second.release()
+
+
+def test_a_refused_second_system_leaves_the_memory_of_the_first_alone(tmp_path, capsys):
+    first = StateDir(tmp_path)
+    first.acquire()
+    memory = shm_dir(first)
+    memory.mkdir()
+    try:
+        assert main(["up", "--engine", "sim", "--port", "0", "--state-dir", str(tmp_path)]) == 1
+        assert "already runs" in capsys.readouterr().err
+        assert memory.is_dir()
+    finally:
+        memory.rmdir()
+        first.release()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])

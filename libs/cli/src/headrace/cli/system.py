@@ -134,7 +134,8 @@ class System:
             await self.supervisor.stop([self.nats.child], STOP_BUDGET)
             self.nats = None
         self.console.clear()
-        shutil.rmtree(self.shm_dir, ignore_errors=True)
+        if self.state.held:  # else the memory is that of the system that does run from here
+            shutil.rmtree(self.shm_dir, ignore_errors=True)
         self.state.release()
 
     def kill(self) -> None:
