@@ -25,6 +25,7 @@ import structlog
 from headrace.bus import messages as m
 from headrace.bus.errors import BusError
 from headrace.engine import api
+from headrace.kv.grants import Tombstones
 from headrace.kv.hashing import DIGEST_BYTES, ROOT
 from headrace.transfer import Links, TransferError
 
@@ -95,6 +96,8 @@ class KvStoreClient:
         self._idle = asyncio.Event()
         self._idle.set()
         self._paused_until = 0.0
+        self._granted = ""  # the grant under which something may be written now
+        self._denied = Tombstones()  # grants that we told the store not to know
         self._writing: list[int] = []  # blocks pinned by the batch that is being written
         self._fetching: dict[str, list[int]] = {}  # blocks pinned by fetches
         self._tasks: set[asyncio.Task] = set()
@@ -347,10 +350,13 @@ class KvStoreClient:
             self._paused_until = time.monotonic() + max(self.limits.pause, getattr(answer, "retry_after", 0.0))
             log.warning("kvstore takes nothing now", why=getattr(answer, "message", repr(answer)), objects=len(batch))
             return
+        if answer.grant in self._denied:
+            raise TransferError("the store asked for this grant before we knew it, and was told that we never shall")
         wanted = [(offset, d) for offset, d in zip(answer.offsets, data, strict=True) if offset >= 0]
         self.counters["already_stored"] += len(batch) - len(wanted)
         if not wanted:
             return
+        self._granted = answer.grant
         try:
             peer = await self._links.get(answer.memory, timeout=1.0)
             checksums = await asyncio.to_thread(lambda: [crc32(d) for _, d in wanted])
@@ -359,12 +365,24 @@ class KvStoreClient:
         except BaseException:
             self._forget(store.instance, answer.grant)
             raise
+        finally:
+            self._granted = ""
         commit = m.KvCommit(answer.grant, answer.generation, checksums)
         stored = await self._bus.request("kvstore", store.instance, "commit", commit, timeout=2.0)
         count = stored.stored if isinstance(stored, m.KvStored) else 0
         self.counters["written"] += count
         self.counters["written_bytes"] += sum(len(d) for _, d in wanted) if count else 0
         self.counters["write_failures"] += len(wanted) - count
+
+    def grant_status(self, message: m.TicketStatus) -> m.Done:
+        """The store holds room in quarantine. "done": we shall not write there, now or ever; its answer to our `reserve` or our
+        `release` may have been lost."""
+        if message.ticket == self._granted:
+            return m.Done("writing")
+        now = time.monotonic()
+        self._denied.tick(now)
+        self._denied.add(message.ticket, now)
+        return m.Done("done")
 
     # ------------------------------------------------------------ shared
 

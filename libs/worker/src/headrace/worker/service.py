@@ -29,6 +29,7 @@ from .settings import WorkerSettings
 
 LEASE_SECONDS = 2.0  # silence of a peer after which work that depends on it ends
 PAGE = 16_384  # hashes in one answer of `blocks`
+GATEWAYS = 256  # whose output is counted
 
 
 class WorkerService(Service):
@@ -153,20 +154,22 @@ class WorkerService(Service):
         task.add_done_callback(self._confirming.discard)
 
     async def _confirm(self, instance: str, why: str) -> None:
-        """A worker ends work only for a peer that is gone or silent for a lease: missed pings alone may be a busy machine."""
-        if instance not in self._needed:
-            return
-        role = self._needed[instance][0]
-        try:
-            await self.bus.request(role, instance, "ping", m.Ping(self.instance), timeout=LEASE_SECONDS)
-        except (NoResponder, BusTimeout) as error:
-            if instance in self._needed:
-                self.peer_died(instance, f"{why}; {error}")
-            return
-        except BusError:
-            pass  # our own connection is down: nothing can be said
-        if instance in self._needed:
-            self.prober.watch(role, instance)
+        """A worker ends work only for a peer that is gone or silent for a lease: missed pings alone may be a busy machine, and
+        one lost ping is no silence."""
+        end = time.monotonic() + LEASE_SECONDS
+        while instance in self._needed:
+            role = self._needed[instance][0]
+            try:
+                await self.bus.request(role, instance, "ping", m.Ping(self.instance), timeout=LEASE_SECONDS / 4)
+            except BusTimeout as error:
+                if time.monotonic() < end:
+                    continue
+                return self.peer_died(instance, f"{why}; {error}")
+            except NoResponder as error:
+                return self.peer_died(instance, f"{why}; {error}")
+            except BusError:
+                pass  # our own connection is down: nothing can be said
+            return self.prober.watch(role, instance)
 
     def _register(self, name: str, nbytes: int) -> memoryview:
         self.kv = self.memory.register(name, nbytes)
@@ -175,8 +178,6 @@ class WorkerService(Service):
     def _peer_changed(self, kind: str, presence: m.Presence) -> None:
         if presence.role == "kvstore" and kind != "update" and self.settings.kvstore:
             self._store_presence = next(iter(self.peers.by_role("kvstore")), None)
-        elif presence.role == "gateway" and kind == "leave":
-            self.outbox.forget(presence.instance)
 
     def _find_store(self) -> m.Presence | None:
         return self._store_presence
@@ -273,6 +274,10 @@ class WorkerService(Service):
         end = message.start + PAGE
         return m.KvBlocks(self.epoch, self.event_seq, b"".join(page), end if end < len(hashes) else -1)
 
+    def grant_status(self, message: m.TicketStatus) -> m.Done:
+        """The kvstore asks whether we still write under a grant of its own."""
+        return self.store.grant_status(message) if self.store is not None else m.Done("done")
+
     def audit(self, message: m.Message) -> m.Done:
         """Walk the owners of all blocks and compare with the pool's books. -> Done(JSON)"""
         pool = self.engine.pool
@@ -318,7 +323,7 @@ class Outbox:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._entries: dict[str, list[m.OutEntry]] = {}
-        self.seq: dict[str, int] = {}  # gateway -> last Out.seq
+        self.seq: dict[str, int] = {}  # gateway -> last Out.seq; also of one that seems gone, for it may come back and count on
         self._soon: asyncio.Handle | None = None
 
     def add(self, gateway: str, entry: m.OutEntry) -> None:
@@ -341,15 +346,14 @@ class Outbox:
         batch, self._entries = self._entries, {}
         service = self._service
         for gateway, entries in batch.items():
-            seq = self.seq.get(gateway, 0) + 1
+            seq = self.seq.pop(gateway, 0) + 1
             self.seq[gateway] = seq  # counts what was lost too: that is how the gateway notices and asks again
+            if len(self.seq) > GATEWAYS:
+                del self.seq[next(iter(self.seq))]  # the one that got nothing for longest
             try:
                 service.bus.publish(subjects.out(gateway), m.Out(service.instance, service.epoch, seq, entries))
             except BusError as error:
                 service.log.warning("output lost; the gateway will ask for it", gateway=gateway, error=str(error))
-
-    def forget(self, gateway: str) -> None:
-        self.seq.pop(gateway, None)
 
 
 class _WorkerCollector:
