@@ -81,6 +81,7 @@ class DecodeService(WorkerService):
             "resume": self.resume,
             "fail": self.fail_attempt,
             "writer_done": self.writer_done,
+            "grant": self.grant_status,
             "blocks": self.blocks,
             "audit": self.audit,
         }
@@ -546,15 +547,15 @@ class DecodeService(WorkerService):
         future.add_done_callback(self._asking.discard)
 
     def peer_died(self, instance: str, why: str) -> None:
-        """A gateway is gone: nobody reads its streams."""
+        """A gateway is gone: nobody reads its streams. It is told all the same: it may have been stopped or cut off, and come
+        back, and wait for them."""
         gateway = self.gateways.get(instance)
         if gateway is None:
             return
         self.log.warning("gateway died; its requests end", gateway=instance, why=why, requests=len(gateway.requests))
         for key in list(gateway.requests):
-            self.counters["cancelled"] += 1
-            self._end(self.requests[key], "gateway_died")
-        self.outbox.forget(instance)
+            text = f"{self.instance} heard nothing of {instance} for a lease and ended its requests"
+            self._problem(self.requests[key], 503, "gateway_died", text)
 
     async def drain(self) -> None:
         while self.requests:  # noqa: ASYNC110  bounded outside

@@ -54,6 +54,7 @@ class PrefillService(WorkerService):
             "run": self.run,
             "cancel": self.cancel,
             "status": self.ticket_status,
+            "grant": self.grant_status,
             "blocks": self.blocks,
             "audit": self.audit,
         }
@@ -225,7 +226,7 @@ class PrefillService(WorkerService):
                 break
             code, text = getattr(answer, "code", "failed"), getattr(answer, "message", repr(answer))
             if code != "full":
-                raise Abort("" if code in ("stale", "unknown") else code, text)
+                raise Abort(code, text)  # also when the attempt is over there: who ended it may not have been heard
             await asyncio.sleep(max(answer.retry_after, patience))
             patience = min(2 * patience, 0.25)
         ticket = answer.ticket
