@@ -271,8 +271,8 @@ class Dispatcher:
                 self._send_cancel("decode", decode.instance, record, "failed")
             return self._refused(answer, decode.instance, excluded)
         self.router.loaded(decode.instance, answer.load)
-        if record.ended:  # deadline or client, while we asked
-            self._send_cancel("decode", decode.instance, record, "failed")
+        if record.ended or record.attempt != attempt:  # deadline, client or decode's own word, while we asked
+            self._side_task(self._tell_cancel("decode", decode.instance, m.Cancel(request, attempt, "failed")))
             return None
         now = time.monotonic()
         self.trace.event(
@@ -296,7 +296,7 @@ class Dispatcher:
                 request, "gateway.accepted", (time.monotonic() - now) * 1e3, prefill=prefill.instance, attempt=attempt
             )
             return None
-        if record.emitted or record.ended or not record.watching:  # output overtook the answer, or somebody died meanwhile
+        if record.emitted or record.ended or record.attempt != attempt:  # output overtook the answer, or it was lost meanwhile
             return None
         self._cancel_legs(record, "failed", prefill=accepted is None)
         self._let_go(record)
