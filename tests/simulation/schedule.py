@@ -108,7 +108,7 @@ class Span:
             if self.what == "bus down":
                 network.set_down(on)
                 for process in world.processes:
-                    process.unheard = float("inf") if on else max(_finite(process.unheard), world.now + 0.5)
+                    process.unheard = world.now + 0.5
             elif self.what == "loss":
                 network.loss = self.amount if on else 0.0
             elif self.what == "link held":
@@ -121,12 +121,8 @@ class Span:
         world.trouble_until = max(world.trouble_until, began + self.at + self.seconds)
 
 
-def _finite(value: float) -> float:
-    return 0.0 if value == float("inf") else value
-
-
 def _hurt(world: Any, process: Any, what: str, seconds: float) -> None:
-    if process.dead or process.service is None:
+    if process.dead or process.service is None or world.healed:
         return
     place = process.place
     world.network.happened[f"{what} {process.role}"] += 1

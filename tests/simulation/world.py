@@ -34,6 +34,7 @@ from headrace.kv.hashing import BlockHasher
 NAMESPACE = bytes(16)
 UNSEEN = 0.15  # seconds that blocks may be in nobody's books: between two tasks' hands
 LATE = 0.4  # seconds after its deadline by which a request must have ended
+LEASE = 3.0  # seconds after the last fault in which somebody may still be thought dead
 QUIET = 9.0  # seconds after the last fault and request in which everything must be given back
 HANGS = 12.0  # seconds after the last fault in which every request must end
 
@@ -59,7 +60,7 @@ class Process:
     dirty: bool = False  # bytes arrived in its memory
     seen: Any = None
     doubtful: tuple[float, str] | None = None
-    unheard: float = 0.0  # until when its clients can't expect it to be in time
+    unheard: float = 0.0  # when its clients could last not expect it to be in time
 
     @property
     def ready(self) -> bool:
@@ -151,7 +152,7 @@ class World:
         self.plan, self.config = plan, plan.config
         self.now = 1000.0
         self.rng = random.Random(plan.seed)
-        self.over = False
+        self.over = self.healed = False
         self.violations: list[str] = []
         self.processes: list[Process] = []
         self.places: dict[tuple[str, int], Process] = {}
@@ -234,7 +235,6 @@ class World:
         if process.dead:
             return
         process.dead = True
-        process.unheard = float("inf")
         self.network.gone(process)
         for memory in self.memories.values():
             if memory.process is process:
@@ -243,14 +243,14 @@ class World:
             if asked.gateway is process and not asked.ended:
                 self.ended(asked, "connection lost")
 
-    def pause(self, process: Process) -> None:
+    @staticmethod
+    def pause(process: Process) -> None:
         process.paused = True
-        process.unheard = float("inf")
 
     def resume(self, process: Process) -> None:
         if process.paused and not process.dead:
             process.paused = False
-            process.unheard = self.now + LATE
+            process.unheard = self.now
 
     def terminate(self, process: Process, budget: float) -> None:
         """SIGTERM: drain within its budget, stop, exit."""
@@ -278,7 +278,7 @@ class World:
 
     def cut(self, process: Process, how: str) -> None:
         process.cut = how
-        process.unheard = float("inf") if how else self.now + LATE
+        process.unheard = self.now
 
     # ------------------------------------------------------------ clients
 
@@ -492,7 +492,10 @@ class World:
 
     def check_deadlines(self) -> None:
         for asked in self.asked:
-            late = max(asked.began + asked.plan.deadline, asked.gateway.unheard) + LATE
+            gateway = asked.gateway
+            if gateway.paused or gateway.dead or gateway.cut or self.network.down:
+                gateway.unheard = self.now
+            late = max(asked.began + asked.plan.deadline, gateway.unheard) + LATE
             if not asked.ended and self.now > late:
                 self.violate(f"request {asked.number} goes on {self.now - late:.2f} s after its deadline")
         if not self.over:
@@ -568,6 +571,8 @@ class World:
             return self.violate(f"{HANGS:g} s after the last fault these requests hang: {', '.join(names)}")
         if not self.run_until(self.now + QUIET, lambda: not self.debts()):
             return self.violate(f"after {QUIET:g} s of quiet: {self.debts()}")
+        if self.plan.faults:
+            self.run_until(healed + LEASE)
         self._probe()
 
     def _probe(self) -> None:
@@ -601,6 +606,7 @@ class World:
 
     def heal(self) -> None:
         """No fault any more: everybody runs, everything is connected, the dead are replaced."""
+        self.healed = True
         self.network.faults.clear()
         self.network.hooks.clear()
         self.network.loss = self.slow = 0.0
