@@ -179,12 +179,65 @@ def test_bf16_activations_with_fp32_weights(w16):
         assert row_errors(out.logits, wide(ids).logits).median() < 0.2
 
 
-def test_no_operation_is_bound_to_a_device(w16):
+def test_draft_blocks_are_the_steps_of_the_served_draft(tmp_path):
+    """Many anchors at once, also near the start, against one step each; then its weights travel as the others do."""
+    served = load_model(make_checkpoint("w16-draft", 3, tmp_path / "a"), kv_store="fp32", numerics="exact")
+    model, ids, anchors = TrainingModel.of(served, quantize_cache=False), tokens(12, 2, 100), [[0, 9, 60], [1, 17, 94]]
+    with torch.no_grad():
+        taps = model(ids, extras=("taps",)).taps
+        got = model.draft(ids, taps, torch.tensor(anchors))
+    for row, (sequence, position) in enumerate((s, p) for s in range(2) for p in anchors[s]):
+        line = ids[sequence].tolist()
+        kv, states = KVPool(served.spec, 1), served.new_states(1)
+        if position:
+            served.forward([Segment(0, 0, line[:position], [], [0])], kv, states)
+        follow = torch.tensor(line[position + 1 : position + 6])
+        want = served.draft([0], [line[position]], [position], states, lambda place, _, f=follow: f[place : place + 1])
+        for part in ("base", "logits", "confidence_logits"):
+            error = (getattr(got, part)[row] - getattr(want, part)[0]).abs().max() / getattr(want, part).abs().max()
+            assert error < 1e-5, (part, position, error)
+        assert torch.equal(got.tokens[row], follow)
+    data = json.loads((tmp_path / "a" / "config.json").read_text())
+    save_checkpoint(released_values(model), data, (tmp_path / "a" / "tokenizer.json").read_text(), tmp_path / "b")
+    again = load_model(tmp_path / "b", kv_store="fp32", numerics="exact")
+    for name, value in served.named_parameters():
+        assert torch.equal(value, again.get_parameter(name)), name  # what FP8 and FP4 keep, they keep again
+
+
+def test_packed_drafts_see_their_document_only(tmp_path):
+    model = TrainingModel.of(load_model(make_checkpoint("w16-draft", 3, tmp_path)), quantize_cache=False)
+    one, two = tokens(2, 1, 64), tokens(3, 1, 30)
+    both, documents = torch.cat([one, two], dim=1), torch.cat([torch.zeros(1, 64), torch.ones(1, 30)], dim=1).long()
+    with torch.no_grad():
+        taps = model(both, documents=documents, extras=("taps",)).taps
+        got = model.draft(both, taps, torch.tensor([[50, 70]]), documents)
+        want = [model.draft(x, model(x, extras=("taps",)).taps, torch.tensor([[p]])) for x, p in ((one, 50), (two, 6))]
+    for row in range(2):
+        assert row_errors(got.logits[row], want[row].logits[0]).max() < 1e-5
+
+
+def test_the_draft_learns_without_the_target(tmp_path):
+    model = TrainingModel.of(load_model(make_checkpoint("w16-draft", 3, tmp_path)))
+    ids = tokens(13, 2, 80)
+    with torch.no_grad():
+        taps = model(ids, extras=("taps",)).taps
+    drafts = model.draft(ids, taps, torch.tensor([[5, 40], [20, 70]]))
+    loss = torch.nn.functional.cross_entropy(drafts.logits.flatten(0, 1), drafts.tokens.flatten())
+    (loss + drafts.confidence_logits.square().mean()).backward()
+    for name, parameter in model.named_parameters():
+        learned = parameter.grad is not None and bool(parameter.grad.any())
+        want = name.startswith("mtp.") and parameter.requires_grad or name in ("embed.weight", "head.weight")
+        assert learned == want, name
+
+
+def test_no_operation_is_bound_to_a_device(tmp_path):
     """Tensors without values, on a device of their own: mixing in a tensor of the CPU, or asking for a value, fails."""
-    model = TrainingModel.of(load_model(w16), dtype=torch.bfloat16, recompute=True).to("meta")
+    served = load_model(make_checkpoint("w16-draft", 3, tmp_path))
+    model = TrainingModel.of(served, dtype=torch.bfloat16, recompute=True).to("meta")
     ids, floor = (torch.zeros(*shape, dtype=torch.int64, device="meta") for shape in ((2, 100), (2,)))
     out = model(ids, documents=ids, decoder_floor=floor, extras=("index", "router", "taps"))
-    (out.logits.sum() + indexer_loss(out, model.config)).backward()
+    drafts = model.draft(ids, out.taps, torch.zeros(2, 3, dtype=torch.int64, device="meta"), ids)
+    (out.logits.sum() + indexer_loss(out, model.config) + drafts.logits.sum()).backward()
     assert out.logits.shape == (2, 100, model.config.vocab_size) and out.logits.is_meta
 
 

@@ -26,6 +26,7 @@ from .layers import Embedding, Linear, RMSNorm, RopeTable, collapse, linear, rot
 
 # (place in the block, corrected logits fp32 [R, V]) -> chosen tokens int64 [R].
 Choose = Callable[[int, torch.Tensor], torch.Tensor]
+Rope = Callable[[torch.Tensor], torch.Tensor]  # positions int64 [T] -> phases [T, RD / 2]
 
 
 class Drafts(NamedTuple):
@@ -92,41 +93,38 @@ def main_kv(stages: Sequence[DraftStage], taps: Sequence[torch.Tensor], phases: 
     return [stage.attn.window_kv(main, phases) for stage in stages]
 
 
-class DraftStep:
-    """One step for R sequences: anchor token y at position p, of which the target has computed rows below p."""
+class DraftBlocks:
+    """Blocks of R sequences on their way through the stages; who makes one says where main KV comes from.
+
+    positions [R]: of each anchor. visible bool [R, W]: main KV of which of the W positions before it may be seen, the
+    same for all rows of a block.
+    """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        states: V41StatePool,
-        kinds: Codecs,
-        slots: Sequence[int],
-        positions: Sequence[int],
-        rope: RopeTable,
-        row_multiple: int,
+        self, config: ModelConfig, positions: torch.Tensor, visible: torch.Tensor, rope: Rope, row_multiple: int = 1
     ) -> None:
-        self.config, self.states, self.codecs = config, states, kinds
-        self.block, self.count = config.dspark_block_size, len(slots) * config.dspark_block_size
+        self.config, self.block = config, config.dspark_block_size
+        self.count = positions.shape[0] * self.block
         self.padding = -self.count % row_multiple
-        device, window = states.windows.device, config.sliding_window
-        slot, position = (torch.tensor(values, dtype=torch.int64, device=device) for values in (slots, positions))
-        first = torch.tensor([states.first_draft(*pair) for pair in zip(slots, positions, strict=True)], device=device)
-        seen = position[:, None] + torch.arange(-window, 0, device=device)  # [R, W]: the same for all rows of a block
-        self.cells = (slot[:, None] * states.ring + seen % states.ring).flatten()
-        bias = torch.zeros(seen.shape, device=device).masked_fill_(seen < first[:, None], -torch.inf)
+        bias = torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)
         self.bias = F.pad(bias, (0, self.block)).unsqueeze(1)  # [R, 1, W + block]
-        rows = (position[:, None] + torch.arange(self.block, device=device)).flatten()
-        self.phases = rope(F.pad(rows, (0, self.padding)), max(positions) + self.block)
+        rows = (positions[:, None] + torch.arange(self.block, device=positions.device)).flatten()
+        self.phases = rope(F.pad(rows, (0, self.padding)))
+
+    def main_kv(self, attn: Attention) -> torch.Tensor:
+        """A stage's main KV of the W positions before each anchor: fp32 [R, W, D]."""
+        raise NotImplementedError
+
+    def round(self, kv: torch.Tensor) -> torch.Tensor:
+        """What becomes of the block's own KV."""
+        raise NotImplementedError
 
     def attention_of(self, attn: Attention, u: torch.Tensor) -> torch.Tensor:
         """u [padded, d] -> [padded, d]."""
         q, count = attn.query(attn.query_latent(u), self.phases), self.count
-        own = self.codecs.window.round(attn.window_kv(u, self.phases)[:count]).float()
-        ring = self.states.windows[attn.layer].flatten(0, 1)
-        sequences = self.bias.shape[0]
-        main = ring.index_select(0, self.cells).view(sequences, -1, own.shape[-1])
-        keys = torch.cat([main, own.view(sequences, self.block, -1)], dim=1)
-        grouped = q[:count].float().reshape(sequences, -1, q.shape[-1])  # [R, block * H, D]
+        own = self.round(attn.window_kv(u, self.phases)[:count]).float()
+        keys = torch.cat([self.main_kv(attn), own.unflatten(0, (-1, self.block))], dim=1)
+        grouped = q[:count].float().reshape(keys.shape[0], -1, q.shape[-1])  # [R, block * H, D]
         attended = attend(grouped, keys, self.bias, attn.attn_sink.repeat(self.block), q.shape[-1] ** -0.5)
         attended = F.pad(attended.view(count, *q.shape[1:]), (0, 0, 0, 0, 0, self.padding)).to(u.dtype)
         return attn.project(rotate(attended, self.phases.conj()))
@@ -140,6 +138,45 @@ class DraftStep:
         raw = collapse(streams, pre)
         normed = stages[-1].norm(raw)
         return tuple(x[: self.count].view(-1, self.block, x.shape[-1]) for x in (raw, normed))
+
+
+class DraftStep(DraftBlocks):
+    """One step from the rings: anchor at a position p, of which the target has computed all rows below p."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        states: V41StatePool,
+        kinds: Codecs,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        rope: RopeTable,
+        row_multiple: int,
+    ) -> None:
+        self.states, self.codec = states, kinds.window
+        first = [states.first_draft(*pair) for pair in zip(slots, positions, strict=True)]
+        device, window = states.windows.device, config.sliding_window
+        slot, position, first = (
+            torch.tensor(values, dtype=torch.int64, device=device) for values in (slots, positions, first)
+        )
+        before = position[:, None] + torch.arange(-window, 0, device=device)  # [R, W]
+        self.cells = (slot[:, None] * states.ring + before % states.ring).flatten()
+        limit = max(positions) + config.dspark_block_size
+        super().__init__(config, position, before >= first[:, None], lambda rows: rope(rows, limit), row_multiple)
+
+    def main_kv(self, attn: Attention) -> torch.Tensor:
+        rows = self.states.windows[attn.layer].flatten(0, 1).index_select(0, self.cells)
+        return rows.view(self.bias.shape[0], -1, rows.shape[-1])
+
+    def round(self, kv: torch.Tensor) -> torch.Tensor:
+        return self.codec.round(kv)
+
+
+def noise_block(config: ModelConfig, anchors: torch.Tensor) -> torch.Tensor:
+    """Anchor tokens [R] -> a block's input ids [R * block]."""
+    ids = anchors.new_full((anchors.shape[0], config.dspark_block_size), config.dspark_noise_token_id)
+    ids[:, 0] = anchors
+    return ids.flatten()
 
 
 def finish_drafts(

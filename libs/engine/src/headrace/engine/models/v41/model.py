@@ -19,7 +19,7 @@ from .attention import Attention, Pass
 from .block import Block, enter_streams, mean_of_streams
 from .cache import DECODER, DRAFT, ENCODER, Entries, V41StatePool, cache_spec, codecs, paged_entries
 from .config import ModelConfig
-from .draft import Choose, Drafts, DraftStage, DraftStep, finish_drafts, main_kv
+from .draft import Choose, Drafts, DraftStage, DraftStep, finish_drafts, main_kv, noise_block
 from .engram import Engram, NgramHash
 from .layers import Embedding, Linear, RMSNorm, RopeTable, collapse, linear, rope_frequencies
 from .moe import MoE
@@ -157,10 +157,8 @@ class V41Model(nn.Module):
             raise ValueError("this checkpoint has no draft (num_nextn_predict_layers 0)")
         step = DraftStep(c, states, self.codecs, slots, positions, self.ropes[False], self.row_multiple)
         anchor = torch.tensor(anchors, dtype=torch.int64, device=self.device)
-        ids = torch.full((len(slots), c.dspark_block_size), c.dspark_noise_token_id, device=self.device)
-        ids[:, 0] = anchor
-        raw, normed = step.hidden(self.mtp, self.embed(ids.flatten()).to(self.dtype))
-        base = self.logits(normed.flatten(0, 1)).view(*ids.shape, -1)
+        raw, normed = step.hidden(self.mtp, self.embed(noise_block(c, anchor)).to(self.dtype))
+        base = self.logits(normed.flatten(0, 1)).view(*normed.shape[:2], -1)
         return finish_drafts(self.mtp[-1], raw, normed, base, anchor, choose, self.row_multiple)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

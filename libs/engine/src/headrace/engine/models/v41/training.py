@@ -28,6 +28,7 @@ from .attention import Attention, Compressor, candidate_blocks, index_scores, to
 from .block import enter_streams, mean_of_streams
 from .cache import Codec, codecs
 from .config import ModelConfig
+from .draft import DraftBlocks, Drafts, DraftStage, main_kv, noise_block
 from .engram import DEAD, NgramHash
 from .layers import Embedding, Linear, RMSNorm, RopeTable, collapse, rope_frequencies, rotate
 from .model import Layer, V41Model
@@ -55,8 +56,9 @@ class Output:
 
 
 class TrainingModel(nn.Module):
-    """A V4.1 text model (without draft) that can be trained. Parameters have their released names, but experts are
-    stacked as `MoE` keeps them."""
+    """A V4.1 text model, and its draft if the config has one, that can be trained.
+
+    Parameters have their released names, but experts are stacked as `MoE` keeps them."""
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class TrainingModel(nn.Module):
         self.layers = nn.ModuleList(Layer(c, layer) for layer in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.head = Linear(c.hidden_size, c.vocab_size)
+        self.mtp = nn.ModuleList(DraftStage(c, stage) for stage in range(c.num_nextn_predict_layers))
         self.ropes = {kind: RopeTable(rope_frequencies(c, kind)) for kind in (False, True)}
         for module in self.modules():
             if isinstance(module, MoE):
@@ -141,6 +144,24 @@ class TrainingModel(nn.Module):
             ordered = [taps[layer] for layer in c.dspark_target_layer_ids]
             out.taps = torch.cat(ordered, dim=-1).view(batch, length, -1)
         return out
+
+    def draft(
+        self, ids: torch.Tensor, taps: torch.Tensor, anchors: torch.Tensor, documents: torch.Tensor | None = None
+    ) -> Drafts:
+        """Draft blocks behind anchors, int64 [B, A] positions in ids [B, T], as if each were a step of its own; taps
+        [B, T, ...] as `forward` gives them (detach them to keep the target as it is). The Markov head reads the ids that
+        follow the anchor, which must lie in the sequence: anchor + block < T. Returns [B * A, block, ...]; `tokens` are
+        the ids that the block should have proposed."""
+        c, block = self.config, self.config.dspark_block_size
+        rope = self.ropes[False](torch.arange(ids.shape[1] + block), ids.shape[1] + block).to(ids.device)
+        blocks = DenseDraft(self, taps, anchors, documents, rope)
+        following = (anchors.unsqueeze(2) + torch.arange(block + 1, device=ids.device)).flatten(1)
+        tokens = ids.gather(1, following).view(-1, block + 1)
+        embeddings = self.embed(noise_block(c, tokens[:, 0])).to(self.dtype)
+        raw, normed = blocks.hidden(self.mtp, embeddings)
+        base, last = F.linear(normed.float(), self.head.weight.float()), self.mtp[-1]
+        bias, embedded = last.markov_head(tokens[:, :-1])
+        return Drafts(tokens[:, 1:], base, base + bias, last.confidence_head(raw, normed, embedded))
 
     def _watch_routers(self, out: Output | None) -> None:
         def observe(layer: int):
@@ -332,6 +353,44 @@ def near_values(weights: torch.Tensor, near: torch.Tensor, window: int) -> torch
     return (weights @ near).unflatten(2, (window, heads)).flatten(1, 2)[:, :length]
 
 
+# ------------------------------------------------------------------ draft
+
+
+class DenseDraft(DraftBlocks):
+    """Blocks at many anchors, with main KV from the taps of whole sequences."""
+
+    def __init__(
+        self,
+        model: TrainingModel,
+        taps: torch.Tensor,
+        anchors: torch.Tensor,
+        documents: torch.Tensor | None,
+        phases: torch.Tensor,
+    ) -> None:
+        batch, length = taps.shape[:2]
+        window = model.config.sliding_window
+        before = anchors.unsqueeze(2) + torch.arange(-window, 0, device=taps.device)  # [B, A, W]
+        visible, self.before = before >= 0, before.clamp_min(0).flatten(1)
+        if documents is not None:
+            same = documents.gather(1, self.before).view(before.shape) == documents.gather(1, anchors).unsqueeze(2)
+            visible = visible & same
+        self.codec = model.codecs.window
+        super().__init__(model.config, anchors.flatten(), visible.flatten(0, 1), lambda rows: phases[rows])
+        rows = main_kv(model.mtp, [taps.flatten(0, 1)], phases[:length].repeat(batch, 1))
+        self.rows = {
+            stage.attn.layer: self.round(kv).float().unflatten(0, (batch, length))
+            for stage, kv in zip(model.mtp, rows, strict=True)
+        }
+
+    def main_kv(self, attn: Attention) -> torch.Tensor:
+        rows = self.rows[attn.layer]  # [B, T, D]
+        places = self.before.unsqueeze(2).expand(-1, -1, rows.shape[-1])
+        return rows.gather(1, places).view(self.bias.shape[0], -1, rows.shape[-1])
+
+    def round(self, kv: torch.Tensor) -> torch.Tensor:
+        return straight_through(kv, self.codec)
+
+
 # ------------------------------------------------------------------ Engram
 
 
@@ -426,6 +485,8 @@ def initialize(model: nn.Module, seed: int) -> None:
             value = own + 0.1 * noise
         elif leaf in ("hc_attn_scale", "hc_ffn_scale"):
             value = torch.full_like(noise, 0.1)
+        elif "markov_head.embed" in name:
+            value = 0.1 * noise  # the Markov head begins with little to say
         elif leaf == "embed":
             value = 0.5 * noise
         elif leaf == "w_out":  # [d, E + 1, I]: one expert's inputs are the last dimension
