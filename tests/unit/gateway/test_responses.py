@@ -215,6 +215,26 @@ async def test_usage_in_every_chunk_when_asked(cluster):
     assert [c["usage"]["completion_tokens"] for c in chunks if isinstance(c, dict)][0] == 1
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_token_ids_when_asked(cluster, path):
+    """Streamed and not, the same ids; "finish_reason" in the text misleads nobody."""
+    cluster.decodes[0].script = sampled = cluster.gateway.models.tokenizer.encode_plain('a "finish_reason":null}] data: { 🎉 b')
+    body = (chat() if "chat" in path else {"model": "fake", "prompt": "x"}) | {"return_token_ids": True, "n": 2}
+    _, _, whole = await cluster.post(body, path)
+    prompt = list(m.unpack_ids(cluster.prefills[0].runs[0].ids))
+    holder = whole if "chat" in path else whole["choices"][0]
+    assert holder["prompt_token_ids"] == prompt
+    assert [choice["token_ids"] for choice in whole["choices"]] == [list(sampled)] * 2
+    chunks = [c for c in await cluster.stream(body, path) if isinstance(c, dict)]
+    for index in range(2):
+        mine = [c for c in chunks if c["choices"][0]["index"] == index]
+        assert sum((c["choices"][0].get("token_ids", []) for c in mine), []) == list(sampled)
+        holders = [c if "chat" in path else c["choices"][0] for c in mine]
+        assert [h["prompt_token_ids"] for h in holders if "prompt_token_ids" in h] == [prompt]
+    _, _, without = await cluster.post(body | {"return_token_ids": False}, path)
+    assert "prompt_token_ids" not in json.dumps(without) and "token_ids" not in without["choices"][0]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [

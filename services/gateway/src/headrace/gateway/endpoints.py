@@ -13,14 +13,15 @@ from headrace.recipe import Encoding, Tokenizer
 from headrace.recipe.protocol import ConversionOptions, ParsedRequest, chat, completions, messages, responses
 from headrace.recipe.replay import ReplayCache
 from headrace.recipe.stream import ChatStream, CompletionStream, MessagesStream, ReplyStream, ResponsesStream, StreamParser
-from headrace.recipe.stream.chat import CountedChatStream, many
-from headrace.recipe.stream.completions import CountedCompletionStream
+from headrace.recipe.stream.chat import DetailedChatStream, many
+from headrace.recipe.stream.completions import DetailedCompletionStream
 
 from . import errors
 from .responses import response_id
 from .settings import GatewaySettings
 
 LONG_TEXT = 8192  # characters above which a prompt is tokenised in a thread
+_DETAILS = {"continuous_usage_stats", "return_token_ids"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +79,20 @@ async def _encode_prompts(
 
 def _chat(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
     settings, alias = context.settings, parsed.extras.get("reasoning_alias", context.settings.reasoning_alias)
-    writer = CountedChatStream if parsed.extras.get("continuous_usage_stats") else ChatStream
-    return [
+    writer = DetailedChatStream if _DETAILS & parsed.extras.keys() else ChatStream
+    streams = [
         writer(
             StreamParser(parsed.parsing, context.tokenizer), f"chatcmpl-{context.request_id}", parsed.model, context.created,
             settings.dialect, parsed.include_usage, index=index, reasoning_alias=bool(alias),
         )
         for index in range(parsed.sampling.n)
     ]  # fmt: skip
+    return _detailed(streams, parsed, context)
 
 
 def _completions(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
     n, out = parsed.sampling.n, []
-    writer = CountedCompletionStream if parsed.extras.get("continuous_usage_stats") else CompletionStream
+    writer = DetailedCompletionStream if _DETAILS & parsed.extras.keys() else CompletionStream
     for number, (prompt, ids) in enumerate(zip(parsed.prompts, context.prompts, strict=True)):
         echo = ""
         if parsed.extras.get("echo"):
@@ -102,7 +104,17 @@ def _completions(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
             )
             for choice in range(n)
         ]  # fmt: skip
-    return out
+    return _detailed(out, parsed, context)
+
+
+def _detailed(streams: list[Any], parsed: ParsedRequest, context: Context) -> list[Any]:
+    """Writers that tell more get to know what."""
+    if _DETAILS & parsed.extras.keys():
+        for number, stream in enumerate(streams):
+            stream.running_usage = bool(parsed.extras.get("continuous_usage_stats"))
+            if parsed.extras.get("return_token_ids"):
+                stream.prompt_ids = context.prompts[number // parsed.sampling.n]
+    return streams
 
 
 def _messages(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:

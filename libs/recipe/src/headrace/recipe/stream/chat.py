@@ -4,7 +4,7 @@ from typing import Any
 
 from ..jsontext import compact
 from .parser import Event, FinishReason, StreamParser
-from .reply import Dialect, ReplyStream, RunningUsage, data_event, json_string, logprob_entries
+from .reply import Detailed, Dialect, ReplyStream, data_event, json_string, logprob_entries
 
 _TAIL = b',"logprobs":null,"finish_reason":null}]'
 
@@ -161,8 +161,8 @@ class ChatStream(ReplyStream):
         return b"".join(parts)
 
 
-class CountedChatStream(RunningUsage, ChatStream):
-    """A ChatStream with the usage so far in every chunk; wants `include_usage`."""
+class DetailedChatStream(Detailed, ChatStream):
+    """A ChatStream that tells more."""
 
 
 def many(streams: list[ChatStream]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..jsontext import compact
 from .parser import Event, FinishReason, Logprob, StreamParser
-from .reply import Dialect, ReplyStream, RunningUsage, float32, json_string, token_text
+from .reply import Detailed, Dialect, ReplyStream, float32, json_string, token_text
 
 
 class CompletionStream(ReplyStream):
@@ -109,5 +109,7 @@ class CompletionStream(ReplyStream):
         return b"".join(parts)
 
 
-class CountedCompletionStream(RunningUsage, CompletionStream):
-    """A CompletionStream with the usage so far in every chunk; wants `include_usage`."""
+class DetailedCompletionStream(Detailed, CompletionStream):
+    """A CompletionStream that tells more."""
+
+    prompt_in_choice = True

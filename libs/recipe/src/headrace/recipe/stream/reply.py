@@ -2,6 +2,8 @@
 
 import math
 import struct
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -176,18 +178,64 @@ class ReplyStream:
         raise NotImplementedError
 
 
-class RunningUsage:
-    """Mixin of the two OpenAI writers that have chunks: each tells the usage so far (`continuous_usage_stats`); it goes
-    where they write null for `include_usage`."""
+class Detailed:
+    """Mixin of the two OpenAI writers that have chunks, for what clients may ask beside text.
 
-    def push(self, ids: list[int], logprobs: list[TokenLogprob] | None = None) -> bytes:
-        return self._counted(super().push(ids, logprobs))  # type: ignore[misc]
+    `running_usage` (`continuous_usage_stats`): every chunk tells the usage so far, where `include_usage` writes null.
+    `prompt_ids` (`return_token_ids`), when not None: told once, as `prompt_token_ids`; and every choice has `token_ids`,
+    what was sampled, without EOS. Ids whose text is held back come with the next chunk.
+    """
+
+    running_usage: bool = False
+    prompt_ids: Sequence[int] | None = None
+    prompt_in_choice: ClassVar[bool] = False  # where the protocol has `prompt_token_ids`
+
+    def push(self, ids: Sequence[int], logprobs: list[TokenLogprob] | None = None) -> bytes:
+        if self.prompt_ids is not None:
+            self._sampled.extend(ids)
+        return self._detail(super().push(ids, logprobs))  # type: ignore[misc]
 
     def finish(self, reason: FinishReason = "stop", usage: Usage | None = None, done: bool = True) -> bytes:
-        return self._counted(super().finish(reason, usage, done))  # type: ignore[misc]
+        return self._detail(super().finish(reason, usage, done))  # type: ignore[misc]
 
-    def _counted(self, data: bytes) -> bytes:
-        return data.replace(b',"usage":null}\n\n', b',"usage":' + compact(self.usage_object()).encode() + b"}\n\n")  # type: ignore[attr-defined]
+    def choice(self) -> dict[str, Any]:
+        choice = super().choice()  # type: ignore[misc]
+        if self.prompt_ids is None:
+            return choice
+        prompt = {"prompt_token_ids": list(self.prompt_ids)} if self.prompt_in_choice else {}
+        return choice | prompt | {"token_ids": self._sampled}
+
+    def accumulate(self) -> dict[str, Any]:
+        body = super().accumulate()  # type: ignore[misc]
+        if self.prompt_ids is None or self.prompt_in_choice:
+            return body
+        return body | {"prompt_token_ids": list(self.prompt_ids)}
+
+    @cached_property
+    def _sampled(self) -> list[int]:
+        return []
+
+    _told = -1  # of the sampled ids; -1: not even the prompt's
+
+    def _detail(self, data: bytes) -> bytes:
+        # Quotes inside of JSON strings are escaped, so these bytes are found where they mean what they say.
+        if self.running_usage:
+            usage = compact(self.usage_object()).encode()  # type: ignore[attr-defined]
+            data = data.replace(b',"usage":null}\n\n', b',"usage":' + usage + b"}\n\n")
+        reason = data.rfind(b'"finish_reason":') if self.prompt_ids is not None else -1
+        if reason < 0:
+            return data
+        fields: dict[str, Any] = {"token_ids": self._sampled[max(self._told, 0) :]}
+        if self._told < 0:
+            prompt = {"prompt_token_ids": list(self.prompt_ids)}  # type: ignore[arg-type]
+            if self.prompt_in_choice:
+                fields |= prompt
+            else:
+                data = data.replace(b"data: {", b"data: " + compact(prompt)[:-1].encode() + b",", 1)
+                reason = data.rfind(b'"finish_reason":')
+        self._told = len(self._sampled)
+        end = data.index(b"}]", reason)
+        return data[:end] + b"," + compact(fields)[1:-1].encode() + data[end:]
 
 
 def data_event(value: Any) -> bytes:
