@@ -321,6 +321,6 @@ def mutated(dice: random.Random, body: dict) -> bytes:
             if isinstance(place[key], dict | list) and place[key] and dice.random() < 0.6:
                 place = place[key]
                 continue
-            place[key] = dice.choice(odd)
+            place[key] = json.loads(json.dumps(dice.choice(odd)))
             break
     return json.dumps(value).encode()
