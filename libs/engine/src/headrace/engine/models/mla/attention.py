@@ -162,9 +162,10 @@ class Attention:
         shape = (*latents.shape[:2], heads.stop - heads.start, c.qk_head_dim)
         keys, values = latents.new_empty(shape), latents.new_zeros(shape)
         compressed, rope = latents.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        compressed = compressed.reshape(-1, c.kv_lora_rank)  # one matrix: torch would multiply a strided batch in another way
         for target, weight in ((keys, self.w_uk), (values, self.w_uv)):
             width = weight.shape[1]
-            target[..., :width] = F.linear(compressed, weight[heads].flatten(0, 1)).unflatten(-1, (-1, width))
+            target[..., :width] = F.linear(compressed, weight[heads].flatten(0, 1)).view(*shape[:3], width)
         keys[..., c.qk_nope_head_dim :] = rope.unsqueeze(2)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
