@@ -241,6 +241,24 @@ def test_no_operation_is_bound_to_a_device(tmp_path):
     assert out.logits.shape == (2, 100, model.config.vocab_size) and out.logits.is_meta
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cuda_device_computes_the_same(tmp_path, dtype):
+    served = load_model(make_checkpoint("w16-draft", 3, tmp_path), kv_store="fp32")
+    ids, anchors = tokens(14, 2, 130), torch.tensor([[20, 90], [3, 124]])
+    results = []
+    for device in ("cpu", "cuda"):
+        model = TrainingModel.of(served, quantize_cache=False, dtype=dtype).to(device)
+        out = model(ids.to(device), extras=("taps", "index"))
+        drafts = model.draft(ids.to(device), out.taps, anchors.to(device))
+        (out.logits.square().mean() + drafts.logits.square().mean() + indexer_loss(out, model.config)).backward()
+        gradients = torch.cat([p.grad.flatten().cpu() for p in model.parameters() if p.grad is not None])
+        assert gradients.isfinite().all()
+        results.append((out.logits.detach().cpu(), drafts.logits.detach().cpu().flatten(0, 1)))
+    for one, two in zip(*results, strict=True):
+        assert row_errors(two, one).median() < (1e-4 if dtype == torch.float32 else 0.1)
+
+
 def test_unknown_extras_are_named(w16):
     with pytest.raises(ValueError, match=r"\['atlas'\] are unknown; there are taps, index, router"):
         TrainingModel.of(load_model(w16))(tokens(1, 1, 4), extras=("atlas",))
