@@ -109,6 +109,20 @@ async def test_a_stream_can_be_looked_at_and_cancelled_by_its_id(cluster, second
     assert cluster.gateway.dispatcher.records == {}
 
 
+async def test_a_stream_whose_client_left_is_kept_as_far_as_it_came(cluster):
+    cluster.decodes[0].hold_at = 5
+    async with cluster.streaming(plain(), "/v1/responses") as response:
+        seen = b""
+        while b"runs" not in seen:
+            seen += await asyncio.wait_for(response.content.readany(), 5)
+        response.close()
+    async with sdk(cluster.gateway) as client:
+        name = events(seen)[0]["response"]["id"]
+        while (kept := await client.responses.retrieve(name)).status == "in_progress":  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert kept.status == "cancelled" and "the water runs" in kept.output_text
+
+
 async def test_one_that_waits_in_line_can_be_cancelled_too(bare):
     decode = await bare.add_decode()
     await bare.add_prefill()

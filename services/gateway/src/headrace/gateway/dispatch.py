@@ -11,6 +11,7 @@ that has no output yet may get another attempt elsewhere, one that has ends with
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from array import array
 from collections import OrderedDict, deque
@@ -27,7 +28,7 @@ from .routing import Group, Router, Worker
 
 REMEMBERED = 8192  # cancelled attempts whose late output is no surprise
 RETRY_CODES = frozenset({"busy", "full", "draining", "mismatch", "unknown", "stale", "closed", "failed"})
-CANCEL_TRIES = 3
+CANCEL_TRIES = 3  # at least
 NUDGE_SECONDS = 0.25
 TICK_SECONDS = 0.05  # deadlines are noticed this much late
 TAIL_SECONDS = 0.25  # after presence says more was sent than arrived, wait this long for it
@@ -272,7 +273,8 @@ class Dispatcher:
             return self._refused(answer, decode.instance, excluded)
         self.router.loaded(decode.instance, answer.load)
         if record.ended or record.attempt != attempt:  # deadline, client or decode's own word, while we asked
-            self._side_task(self._tell_cancel("decode", decode.instance, m.Cancel(request, attempt, "failed")))
+            cancel = m.Cancel(request, attempt, "failed")
+            self._side_task(self._tell_cancel("decode", decode.instance, cancel, record.deadline))
             return None
         now = time.monotonic()
         self.trace.event(
@@ -681,14 +683,16 @@ class Dispatcher:
                 self._told.popitem(last=False)
         self._side_task(self._tell_cancel(role, instance, cancel))
 
-    async def _tell_cancel(self, role: str, instance: str, cancel: m.Cancel) -> None:
-        """Until it is acknowledged; a worker that is gone needs none, and a gateway that is off the bus loses its lease."""
-        for _ in range(CANCEL_TRIES):
+    async def _tell_cancel(self, role: str, instance: str, cancel: m.Cancel, until: float = 0.0) -> None:
+        """Until it is acknowledged, or `until` the attempt's deadline ends it anyway; a worker that is gone needs none, and a
+        gateway that is off the bus loses its lease."""
+        for tries in itertools.count(1):
             try:
                 await self.bus.request(role, instance, "cancel", cancel, self.settings.command_seconds)
                 return
             except BusTimeout:
-                continue
+                if tries >= CANCEL_TRIES and time.monotonic() > until:
+                    return
             except BusError:
                 return
 

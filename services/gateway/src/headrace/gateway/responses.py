@@ -64,6 +64,7 @@ class ResponseStore:
 
     def end(self, name: str, body: dict[str, Any] | None) -> None:
         """It is over; None: it is not to be kept. Also after `delete`, which wins."""
+        self._expire()
         kept = self._making.pop(name, None)
         if kept is None or body is None:
             return
