@@ -567,6 +567,7 @@ class Dispatcher:
         for record in list(self.records.values()):
             if instance in record.watching and not record.ended:
                 record.watching = tuple(name for name in record.watching if name != instance)
+                self._send_cancel(role, instance, record, "failed")  # it may have been stopped or cut off, and hold a credit
                 try:
                     self._lost(record, instance, errors.worker_lost(role, why))
                 except Exception:
