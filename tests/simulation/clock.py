@@ -8,6 +8,7 @@ messages, memory or services.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -82,10 +83,8 @@ class ProcessLoop(asyncio.BaseEventLoop):
         """After the schedule: end what is suspended, so that nothing of it is heard of again."""
         for task in asyncio.all_tasks(self):
             task._log_destroy_pending = False
-            try:
+            with contextlib.suppress(Exception, asyncio.CancelledError):  # its finally blocks meet a world that is over
                 task.get_coro().close()
-            except (Exception, asyncio.CancelledError):
-                pass  # its finally blocks meet a world that is over
         self._ready.clear()
         self._scheduled.clear()
         self.close()

@@ -83,13 +83,11 @@ def without(name: str) -> Iterator[None]:
     for mutation in MUTATIONS[name]:
         key = (mutation.where, mutation.name)
         source = edited.get(key) or textwrap.dedent(inspect.getsource(getattr(*key)))
-        old = textwrap.dedent(mutation.old)
-        found = source if mutation.old in source else ""
         text = mutation.old
-        if not found:  # the function was indented where its text was copied from
-            text = old.replace("\n            ", "\n        ").replace("\n    ", "\n    ")
-        if source.count(text) != 1:
-            raise LookupError(f"mutation {name}: {mutation.name} has {mutation.old!r} {source.count(text)} times; it must be once")
+        if text not in source:  # a method's text, which is indented less here
+            text = text.replace("\n            ", "\n        ")
+        if (times := source.count(text)) != 1:
+            raise LookupError(f"mutation {name}: {mutation.name} has {mutation.old!r} {times} times; it must be once")
         edited[key] = source.replace(text, mutation.new)
     for (where, attribute), source in edited.items():
         original = getattr(where, attribute)

@@ -82,7 +82,7 @@ class SimBus(Bus):
     @classmethod
     async def connect(cls, settings: Any, name: str = "headrace") -> SimBus:
         process = asyncio.get_running_loop().process
-        while process.world.network.down:
+        while process.world.network.down:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         bus = cls(name)
         bus._client = process.client = SimClient(process.world.network, process)

@@ -179,7 +179,9 @@ NAMES = (
     "KvRelease", "KvReleased", "KvEvents", "Presence", "Ping", "Pong",
 )  # fmt: skip
 USUAL = ("Admit", "Admitted", "Run", "Accepted", "Bind", "Bound", "Commit", "Verdict", "Cancel", "Out")
-STATES = ("Admit", "Run", "Accepted", "Bind", "Bound", "Commit", "Verdict", "Out", "KvFound", "KvReserved", "KvCommit", "Cancel")
+STATES = (
+    "Admit", "Run", "Accepted", "Bind", "Bound", "Commit", "Verdict", "Out", "KvFound", "KvReserved", "KvCommit", "Cancel",
+)  # fmt: skip
 
 
 def draw(seed: int) -> Plan:

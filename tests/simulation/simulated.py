@@ -15,7 +15,6 @@ import logging
 import time
 from array import array
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import structlog
@@ -271,5 +270,3 @@ def prompt(number: int, group: int, tokens: int) -> array:
     ids = [200 + group] * shared + [300 + number % 150] * (tokens - 1 - shared) + [LAST_PROMPT_ID + number]
     return array("I", ids)
 
-
-NOTHING = SimpleNamespace()

@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import sys
+import traceback
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from zlib import crc32
 
 from clock import ProcessLoop
 from network import Network
-from simulated import BLOCK_BYTES, CLASSES, CLOCK, answer_length, fresh_names, meaning, prompt, settings
+from simulated import ATTEMPTS, BLOCK_BYTES, CLASSES, CLOCK, answer_length, fresh_names, meaning, prompt, settings
 
 from headrace.bus import messages as m
 from headrace.gateway.dispatch import Record
@@ -101,6 +103,8 @@ class Asked:
             number, attempt, index, position = meaning(one)
             if number != self.number or index != choice:
                 world.violate(f"request {self.number}, choice {choice} got a token of request {number}, choice {index}")
+            if attempt != self.record.attempt % ATTEMPTS:
+                world.violate(f"request {self.number} got a token of attempt {attempt}; {self.record.attempt} is running")
             if self.attempt not in (-1, attempt):
                 world.violate(f"request {self.number} has tokens of attempts {self.attempt} and {attempt}")
             if position != len(have):
@@ -361,9 +365,8 @@ class World:
         error = event.get("exc_info")
         if self.over or error is None and event.get("event") != "hand-off refused":
             return
-        import sys
-        import traceback
-
+        if str(event.get("why")).startswith("n = "):
+            return  # nothing is wrong with its bytes: there was no memory left for its other choices
         error = sys.exc_info()[1] if error is True else error
         where = "".join(traceback.format_exception(error)[-2:]).strip() if error is not None else ""
         self.violate(f"{event.get('event')}: {event.get('why', '')} {where}".replace("\n", " | "))
