@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import time
 
 import pytest
@@ -164,6 +165,24 @@ async def test_disconnected_refuses_and_later_everything_works_again(nats, pair)
 async def test_a_server_that_is_not_there_is_one_clear_sentence():
     with pytest.raises(BusError, match=r"no NATS server at nats://127.0.0.1:1 after 0.2 s.*--nats-url"):
         await Bus.connect(BusSettings(nats_url="nats://127.0.0.1:1", nats_connect_seconds=0.2))
+
+
+@pytest.mark.parametrize("url", ["nats://127.0.0.1:99999", "nats://127.0.0.1:port", "nats://[::1"])
+async def test_what_is_no_address_is_named(url):
+    with pytest.raises(BusError, match=rf"--nats-url {re.escape(url)} is no address .*write nats://HOST:PORT"):
+        await Bus.connect(BusSettings(nats_url=url, nats_connect_seconds=0.2))
+
+
+async def test_a_password_in_the_address_is_used_and_never_shown():
+    with NatsServer(args=("--user", "u", "--pass", "right")) as server:
+        with pytest.raises(BusError) as refused:
+            await Bus.connect(BusSettings(server.url.replace("//", "//u:wrong@"), nats_connect_seconds=3))
+        assert server.url in str(refused.value) and "wrong" not in str(refused.value)
+        bus = await Bus.connect(BusSettings(server.url.replace("//", "//u:right@")))
+        await bus.close()
+    with pytest.raises(BusError) as absent:
+        await Bus.connect(BusSettings("nats://u:wrong@127.0.0.1:1,nats://v:wrong@127.0.0.1:2", nats_connect_seconds=0.2))
+    assert "nats://127.0.0.1:1, nats://127.0.0.1:2" in str(absent.value) and "wrong" not in str(absent.value)
 
 
 async def test_wrong_password_is_refused_and_the_right_one_works():

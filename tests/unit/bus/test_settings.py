@@ -63,10 +63,11 @@ def test_an_unknown_name_in_the_own_section_is_refused_with_a_hint(tmp_path):
 
 def test_print_config_is_yaml_with_sources_and_without_secrets(capsys, monkeypatch):
     monkeypatch.setenv("HEADRACE_NATS_PASSWORD", "secret!")
+    monkeypatch.setenv("HEADRACE_NATS_URL", "nats://u:secret!@bus.example:4222")
     with pytest.raises(SystemExit) as stop:
         load("--max-num-seqs", "5", "--print-config")
     text = capsys.readouterr().out
-    assert stop.value.code == 0 and "secret!" not in text
+    assert stop.value.code == 0 and "secret!" not in text and "nats://bus.example:4222" in text
     assert "tokenizer: t.json" in text
     assert "max_num_seqs: 5  # --max-num-seqs" in text and "HEADRACE_NATS_PASSWORD" in text
     assert yaml.safe_load(text)["log_level"] == "info"

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -222,7 +223,7 @@ class Bus:
     async def connect(cls, settings: Any, name: str = "headrace") -> Bus:
         """Connect; waits up to `nats_connect_seconds` for a server that is still starting. BusError says what was tried."""
         bus = cls(name)
-        bus._url = settings.nats_url
+        bus._url = without_secrets(settings.nats_url)
         urls = [url.strip() for url in settings.nats_url.split(",") if url.strip()]
         options: dict[str, Any] = {}
         if settings.nats_user:
@@ -246,7 +247,7 @@ class Bus:
             bus._closing = True
             with contextlib.suppress(nats.errors.Error, OSError):
                 await bus._client.close()
-            raise BusError(f"can't connect to NATS at {settings.nats_url}: {error or type(error).__name__}") from error
+            raise BusError(f"can't connect to NATS at {bus._url}: {error or type(error).__name__}") from error
         bus._client.options["allow_reconnect"] = True  # the first connect fails fast and loud; later ones repeat for ever
         await bus._subscribe(f"{bus._inbox.decode()}.*", "", bus._on_reply)
         await bus.flush()
@@ -512,16 +513,26 @@ def _headers(request_id: str, traceparent: str) -> bytes:
     return b"NATS/1.0\r\nHeadrace-Request-Id: %s\r\n\r\n" % request_id.encode()
 
 
+def without_secrets(urls: str) -> str:
+    """NATS addresses as logs and errors may show them: without user and password."""
+    return re.sub(r"//[^@,]*@", "//", urls)
+
+
 async def _wait_for_port(urls: list[str], seconds: float) -> None:
     """Wait until one of the servers accepts connections: nats-py's own first connect waits two seconds between tries."""
     deadline = time.monotonic() + seconds
     told = False
+    shown = without_secrets(", ".join(urls))
+    try:
+        parts = [urlsplit(url if "//" in url else f"nats://{url}") for url in urls]
+        addresses = [(part.hostname or "127.0.0.1", part.port or 4222) for part in parts]
+    except ValueError as error:
+        raise BusError(f"--nats-url {shown} is no address of a NATS server ({error}); write nats://HOST:PORT") from None
     while True:
-        for url in urls:
-            parts = urlsplit(url if "//" in url else f"nats://{url}")
+        for address in addresses:
             try:
                 async with asyncio.timeout(2.0):
-                    _, writer = await asyncio.open_connection(parts.hostname or "127.0.0.1", parts.port or 4222)
+                    _, writer = await asyncio.open_connection(*address)
                 writer.close()
                 with contextlib.suppress(OSError):
                     await writer.wait_closed()
@@ -529,9 +540,9 @@ async def _wait_for_port(urls: list[str], seconds: float) -> None:
             except (OSError, TimeoutError):
                 continue
         if time.monotonic() > deadline:
-            tried = f"no NATS server at {', '.join(urls)} after {seconds:g} s"
+            tried = f"no NATS server at {shown} after {seconds:g} s"
             raise BusError(f"{tried}; start one (`headrace up` does) or set --nats-url")
         if not told:
             told = True
-            log.info("waiting for NATS", url=", ".join(urls))
+            log.info("waiting for NATS", url=shown)
         await asyncio.sleep(0.05)

@@ -21,6 +21,8 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from .connection import without_secrets
+
 ENV_PREFIX = "HEADRACE_"
 SECRET = ("password", "secret", "api_key", "_token")  # endings of names whose values are never shown
 
@@ -70,6 +72,8 @@ class Settings(msgspec.Struct, kw_only=True):
             value = getattr(self, name)
             if value and name.endswith(SECRET):
                 value = "(hidden)"
+            elif name == "nats_url":
+                value = without_secrets(value)
             text = yaml.safe_dump({name: msgspec.to_builtins(value)}, default_flow_style=True, width=10_000).strip()[1:-1]
             lines.append(f"{text}  # {(sources or {}).get(name, 'default')}\n")
         return "".join(lines)
