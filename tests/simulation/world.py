@@ -530,7 +530,8 @@ class World:
             }  # fmt: skip
         if process.role == "kvstore":
             s = service.store
-            return {"pins": len(s.held), "grants": len(s.grants), "checking": service._checking, "armed": len(service.memory._armed)}
+            armed = len(service.memory._armed)
+            return {"pins": len(s.held), "grants": len(s.grants), "checking": service._checking, "armed": armed}
         engine, pool = service.engine, service.engine.pool
         return service.debts() | {
             "used": pool.used, "quarantined": pool.quarantined, "held": len(engine._held), "running": len(engine._live),

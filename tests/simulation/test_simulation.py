@@ -1,0 +1,42 @@
+"""A bounded share of the simulation, as anybody runs it: `python tests/simulation` (more of it: `benchmarks/simulation.md`)."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def simulation(*flags: str, timeout: float = 110.0) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(HERE), *flags], capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.slow
+def test_whatever_happens_every_invariant_holds():
+    """About a minute of schedules; a failure prints the seed that replays it, and a smaller schedule that fails too."""
+    done = simulation("--schedules", "2000", "--seconds", "45", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["schedules"] >= 20 and result["outcomes"]["answer"] > result["schedules"], result
+
+
+def test_a_seed_is_one_schedule():
+    """Every message, in the same order at the same time."""
+    first, second = (simulation("--replay", "1017", "--trace") for _ in range(2))
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert first.stdout == second.stdout and first.stdout.count(" -> ") > 100
+
+
+@pytest.mark.parametrize("name", ["quarantine", "duplicate-commit", "all-or-nothing", "writer-done"])
+def test_a_missing_guard_is_found(name):
+    """The guards whose absence shows within some tens of schedules; `--mutate all` has the others."""
+    done = simulation("--mutate", name, "--schedules", "400")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_does_not_exist_is_named():
+    done = simulation("--mutate", "nonsense")
+    assert done.returncode == 2 and "nonsense" in done.stderr and "quarantine" in done.stderr
