@@ -95,6 +95,20 @@ def test_another_text_is_not_replayed(v41_tokenizer, sampled, content, reasoning
     assert not contains(Encoding("v41", v41_tokenizer).encode(conversation, replay=replay), ids)
 
 
+def test_calls_in_another_order_are_not_replayed(v41_tokenizer):
+    """Results are rendered in the order of the client's calls; replayed calls would stand in another one."""
+    two = OUTPUT.replace("</｜DSML｜ calls>", OUTPUT[OUTPUT.index("<｜DSML｜ invoke") :])
+    stream = ChatStream(StreamParser(ParsingOptions(thinking_initial_stage="reasoning_start"), v41_tokenizer), "id", "m", 0)
+    ids = v41_tokenizer.encode(two)
+    stream.push(ids)
+    stream.finish("stop")
+    calls = [ToolCall(call.id, call.name, call.text) for call in stream.calls]
+    replay = ReplayCache()
+    assert len(calls) == 2 and replay.remember(b"a", stream, ids)
+    assert replay.find(b"a", Message("assistant", "Looking.", "weigh it up", calls)) is not None
+    assert replay.find(b"a", Message("assistant", "Looking.", "weigh it up", calls[::-1])) is None
+
+
 def test_absent_reasoning_is_restored(v41_tokenizer, sampled):
     ids, stream, message, call = sampled
     replay = ReplayCache()
