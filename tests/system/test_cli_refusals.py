@@ -88,3 +88,12 @@ def test_wrong_setting_is_named_by_the_service_that_refuses_it(tmp_path, checkpo
     assert done.returncode == 1
     assert "decode-1 ended with status 2" in done.stderr
     assert "unknown setting `max_num_sequences` under `decode`; did you mean" in done.stderr
+
+
+def test_too_little_shared_memory_is_one_sentence_with_both_sizes(tmp_path, checkpoint):
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("decode:\n  slab_slots: 100000000\n")
+    done = up(tmp_path / "state", "--engine", "sim", "--config", str(settings), "--model", str(checkpoint))
+    assert done.returncode == 1
+    assert "region 'slab'" in done.stderr and "bytes of shared memory" in done.stderr and "Enlarge it" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -85,7 +85,10 @@ class WorkerService(Service):
             self.bus, self.instance, self.links, self.kv, self.engine, self._find_store,
             Limits(wait=settings.kvstore_wait, snapshot_keys=4096 if settings.snapshot_bytes else 0), self.trace,
         )  # fmt: skip
-        self.prepare()
+        try:
+            self.prepare()
+        except TransferError as error:
+            raise StartError(str(error)) from error
         self.address = self.memory.address()
         self.peers.watch(self._peer_changed)
         await self.peers.start()
