@@ -17,6 +17,7 @@ from headrace.engine.make_checkpoint import (
     save_checkpoint,
     small_tokenizer_json,
 )
+from headrace.engine.models.v41.cache import Codec, Codecs
 from headrace.engine.models.v41.engram import compressed_ids
 from headrace.engine.models.v41.schema import checkpoint_schema
 from headrace.engine.models.v41.training import TrainingModel, indexer_loss, initialize, released_values
@@ -57,19 +58,41 @@ def test_logits_are_those_of_the_served_model(path, length):
         assert row_errors(got[row], serve(served, ids[row])).max() < 1e-5
 
 
+class Scaled(Codec):
+    """Stands for rounding, without its jumps: what is stored is a share of the value."""
+
+    def __init__(self, dim, share):
+        super().__init__(dim)
+        self.share = share
+
+    def encode(self, values):
+        return super().encode(values * self.share)
+
+    def round(self, values):
+        return values * self.share
+
+
 @pytest.mark.parametrize("length", [33, 257])
-def test_with_fake_quantisation_they_are_those_of_the_quantised_store(path, length):
-    """A sum in another order may round one cached value to its neighbour, which moves the rows that see it; all others
-    agree as closely as above."""
-    served = load_model(path, numerics="exact")
-    model = TrainingModel.of(served)
-    ids = tokens(length, 2, length)
+def test_rounding_happens_where_the_store_rounds(path, length):
+    """Each kind of value exactly once, at the same place. That a codec rounds as it stores is tested with the codecs."""
+    served = load_model(path, kv_store="fp32", numerics="exact")
+    model, ids = TrainingModel.of(served, quantize_cache=False), tokens(length, 1, length)
+    head, index = served.config.head_dim, served.config.index_head_dim
+    model.codecs = served.codecs = Codecs(window=Scaled(head, 0.9), main=Scaled(head, 0.8), index=Scaled(index, 0.7))
     with torch.no_grad():
-        got = model(ids).logits
-        plain = TrainingModel.of(served, quantize_cache=False)(ids).logits
+        assert row_errors(model(ids).logits[0], serve(served, ids[0])).max() < 1e-5
+
+
+def test_with_fake_quantisation_logits_are_those_of_the_quantised_store(path):
+    """A sum in another order may round one value to its neighbour, and then every row that sees it moves: the served
+    model differs from itself in that way when a prompt is cut otherwise. Most sequences of 100 rows escape it."""
+    served = load_model(path, numerics="exact")
+    model, ids = TrainingModel.of(served), tokens(1, 6, 100)
+    with torch.no_grad():
+        got, plain = model(ids).logits, TrainingModel.of(served, quantize_cache=False)(ids).logits
     want = torch.stack([serve(served, row) for row in ids])
     errors = row_errors(got, want)
-    assert errors.median() < 1e-5 and errors.max() < 0.05, errors
+    assert (errors.amax(-1) < 1e-5).sum() >= 4, errors.amax(-1)
     assert row_errors(plain, want).median() > 1e-3  # not because rounding does nothing
 
 
