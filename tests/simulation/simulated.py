@@ -130,6 +130,17 @@ class SimKvStore(_Simulated, KvStoreService):
     pass
 
 
+class WatchedDispatcher(Dispatcher):
+    """What is acted upon belongs to the attempt that runs."""
+
+    def _on_entry(self, record: Any, entry: Any, instance: str) -> None:
+        if entry.attempt != record.attempt:
+            world = asyncio.get_running_loop().process.world
+            what = "a problem" if entry.problem is not None else "output"
+            world.violate(f"{what} of attempt {entry.attempt} of {record.request} was taken; {record.attempt} is running")
+        super()._on_entry(record, entry, instance)
+
+
 class SimGateway(_Simulated, Service):
     """The gateway without HTTP: presence, routing, dispatch. Joined as `gateway.service.Gateway` joins them."""
 
@@ -140,7 +151,9 @@ class SimGateway(_Simulated, Service):
         await super().start()
         self.peers = Peers(self.bus)
         self.router = Router(self.bus, self.peers, lambda: self.dispatcher.capacity())
-        self.dispatcher = Dispatcher(self.bus, self.peers, self.instance, self.epoch, self.router, self.trace, self.settings)
+        self.dispatcher = WatchedDispatcher(
+            self.bus, self.peers, self.instance, self.epoch, self.router, self.trace, self.settings
+        )
         self.peers.watch(self._on_presence)
         await self.dispatcher.start()
         await self.router.residency.start()
