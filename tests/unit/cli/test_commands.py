@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import pytest
 
 from headrace.cli import ports, state
+from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
 from headrace.cli.main import COMMANDS, GROUPS, main
 from headrace.cli.nats_server import NatsServer
@@ -119,6 +121,25 @@ def test_a_refused_second_system_leaves_the_memory_of_the_first_alone(tmp_path, 
     finally:
         memory.rmdir()
         first.release()
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "nats.conf").symlink_to("/dev/full")
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors.index.json"):
+        (tmp_path / "model" / name).write_text("{}")
+    argv = ["up", "--engine", "sim", "--port", "0", "--state-dir", str(tmp_path), "--model", str(tmp_path / "model")]
+    assert main(argv) == 1
+    assert f"cannot start from {tmp_path}: [Errno 28] No space left on device; " in capsys.readouterr().err
+    assert not shm_dir(StateDir(tmp_path)).exists()
+
+
+def test_what_cannot_be_shown_does_not_end_the_work(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        Console().alert("a process died")
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])

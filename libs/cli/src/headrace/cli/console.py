@@ -4,6 +4,7 @@ Everything goes to stderr, so that stdout holds only the result (`--json`)."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import TextIO
@@ -42,13 +43,19 @@ class Console:
         """What is being waited for; rewritten in place, and only on a terminal."""
         if self._tty and not self.quiet and text != self._status:
             self._status = text
-            print(f"\r\033[K{text[:110]}", end="", file=sys.stderr, flush=True)
+            _write(f"\r\033[K{text[:110]}")
 
     def clear(self) -> None:
         if self._status:
             self._status = ""
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            _write("\r\033[K")
 
     def _print(self, text: str) -> None:
         self.clear()
-        print(text, file=sys.stderr, flush=True)
+        _write(f"{text}\n")
+
+
+def _write(text: str) -> None:
+    """A full disk or a closed pipe behind stderr costs the line, not the system that it is about."""
+    with contextlib.suppress(OSError):
+        print(text, end="", file=sys.stderr, flush=True)

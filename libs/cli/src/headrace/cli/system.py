@@ -84,11 +84,14 @@ class System:
         self.state.acquire()
         try:
             await self._start()
+            self.ready = True
+            self.state.write(self.running())
+        except OSError as error:
+            await self.stop()
+            raise CommandError(f"cannot start from {self.state.path}: {error}; mend that, or use --state-dir") from None
         except BaseException:
             await self.stop()
             raise
-        self.ready = True
-        self.state.write(self.running())
 
     async def _start(self) -> None:
         port = self._choose_port()
