@@ -105,6 +105,7 @@ async def test_a_stream_can_be_looked_at_and_cancelled_by_its_id(cluster, second
         last = events(seen)[-1]["response"]
         assert last["status"] == "cancelled" and last["output"][0]["status"] == "incomplete"
         assert (await there.responses.retrieve(name)).to_dict() == stopped.to_dict()
+        assert (await there.responses.cancel(name)).to_dict() == stopped.to_dict()
     assert [cancel.reason for cancel in cluster.decodes[0].cancels] == ["client"]
     assert cluster.gateway.dispatcher.records == {}
 

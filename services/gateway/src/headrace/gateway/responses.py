@@ -84,7 +84,7 @@ class ResponseStore:
         kept = self._making.get(ask.id) or self._over.get(ask.id)
         if kept is None or kept.tenant != ask.tenant:
             return m.Refused("unknown", f"there is no response `{ask.id}`; responses are kept in memory for {self.seconds:g} s")
-        if ask.what == "cancel":
+        if ask.what == "cancel" and kept.status != "cancelled":  # twice is as good as once
             if kept.progress is None:
                 return m.Refused(
                     "invalid", f"response `{ask.id}` is over ({kept.status}); only one in progress can be cancelled"
