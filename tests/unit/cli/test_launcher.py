@@ -16,7 +16,7 @@ import pytest
 LAUNCHER = Path(__file__).parents[3] / "headrace"
 TOOLS = ("sh", "dirname", "readlink", "cat", "cksum", "date", "tail", "tee", "awk", "mkdir", "rm", "flock")
 FAKE = """#!/bin/sh
-echo "$@" >>{calls}
+echo "$@" >>"{calls}"
 case "$*" in
     *"{fails}"*) echo "ERROR: no such wheel"; exit 1 ;;
     "-V") echo "Python 3.11.7" ;;
@@ -88,6 +88,24 @@ def test_installs_once_torch_first_then_starts_the_command(path, tmp_path):
     calls.unlink()
     assert launch(path, tmp_path, "--version").returncode == 0
     assert calls.read_text() == "-m headrace.cli --version\n", "a later start does nothing but start"
+
+
+def test_folders_may_have_spaces_in_their_names(path, tmp_path):
+    home = tmp_path / "a b"
+    home.mkdir()
+    shutil.copy(LAUNCHER, home)
+    for name in ("requirements.txt", "requirements-dev.txt", "requirements-parity.txt"):
+        shutil.copy(LAUNCHER.parent / name, home)
+    for name in ("libs/x", "services/y"):
+        (home / name).mkdir(parents=True)
+        (home / name / "pyproject.toml").touch()
+    calls = home / "calls"
+    fake_python(home / ".venv" / "bin" / "python", calls)
+    env = {"PATH": str(path)}
+    done = subprocess.run([home / "headrace", "test"], env=env, capture_output=True, text=True, timeout=30)
+    assert done.stdout == "CLI -m headrace.cli test\n", done.stderr
+    installs = [line for line in calls.read_text().splitlines() if " install " in line]
+    assert len(installs) == 4
 
 
 def test_tests_need_more_packages_than_the_rest(path, tmp_path):
