@@ -7,12 +7,12 @@ prefix cache, whose second run computes fewer rows and gives the same tokens.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 import time
 
 from headrace.engine import LLM, SamplingParams
+from headrace.engine.make_checkpoint import make_checkpoint
 
 PROMPTS = [
     "A head race is the channel that leads water to the wheel. " * 24 + "Where does the water go?",
@@ -44,9 +44,7 @@ def main() -> None:
 
 def make_random(folder: str) -> str:
     print("no checkpoint given: making a random one (preset nano)", file=sys.stderr)
-    command = [sys.executable, "-m", "headrace.engine.make_checkpoint", "--preset", "nano", "--seed", "0", folder]
-    subprocess.run(command, check=True)
-    return folder
+    return str(make_checkpoint("nano", 0, folder))
 
 
 def show(answer) -> None:
