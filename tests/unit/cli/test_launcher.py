@@ -7,6 +7,7 @@ a clean clone shows.
 from __future__ import annotations
 
 import os
+import pty
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 LAUNCHER = Path(__file__).parents[3] / "headrace"
-TOOLS = ("sh", "dirname", "readlink", "cat", "cksum", "date", "tail", "tee", "awk", "mkdir", "rm", "flock")
+TOOLS = ("sh", "dirname", "readlink", "cat", "cksum", "date", "tail", "tee", "mkdir", "rm", "flock")
 FAKE = """#!/bin/sh
 echo "$@" >>"{calls}"
 case "$*" in
@@ -116,6 +117,33 @@ def test_tests_need_more_packages_than_the_rest(path, tmp_path):
     assert launch(path, tmp_path, "test").returncode == 0
     installs = [line.split(" install ")[1] for line in calls.read_text().splitlines() if " install " in line]
     assert installs == ["-r requirements-dev.txt", "--no-deps -r requirements-parity.txt"]
+
+
+def test_progress_appears_as_it_comes(path, tmp_path):
+    """On a terminal a line of pip is there while pip still runs: here it waits until the test has seen it."""
+    seen = tmp_path / "seen"
+    python = tmp_path / "venv" / "bin" / "python"
+    fake_python(python, tmp_path / "calls")
+    waits = f'*"install torch"*) echo "  Downloading torch.whl"; n=0; while [ ! -e "{seen}" ] && [ $n -lt 100 ]; do'
+    waits += ' n=$((n + 1)); sleep 0.1; done; [ -e "{0}" ] ;;\n'.replace("{0}", str(seen))
+    python.write_text(python.read_text().replace('    "-V")', f'    {waits}    "-V")'))
+    (path / "sleep").symlink_to(shutil.which("sleep"))
+    ours, theirs = pty.openpty()
+    env = {"PATH": str(path), "HEADRACE_VENV": str(tmp_path / "venv")}
+    process = subprocess.Popen([LAUNCHER, "--version"], env=env, stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    said = b""
+    while b"Downloading torch.whl" not in said and process.poll() is None:
+        said += os.read(ours, 4096)
+    seen.touch()
+    try:
+        while os.read(ours, 4096):
+            pass
+    except OSError:  # how Linux says that nobody holds the other end any more
+        pass
+    os.close(ours)
+    assert process.wait(30) == 0
+    assert b"Downloading torch.whl" in said
 
 
 def test_failed_install_shows_why_and_goes_on_where_it_stopped(path, tmp_path):
