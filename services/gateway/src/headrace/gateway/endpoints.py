@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.bus import messages as m
-from headrace.recipe import Encoding, Tokenizer
+from headrace.recipe import Encoding, MissingToken, Tokenizer
 from headrace.recipe.protocol import ConversionOptions, ParsedRequest, chat, completions, messages, responses
 from headrace.recipe.replay import ReplayCache
 from headrace.recipe.stream import ChatStream, CompletionStream, MessagesStream, ReplyStream, ResponsesStream, StreamParser
@@ -58,7 +58,14 @@ async def _encode_conversation(
         raise errors.invalid("this deployment has no vision service, so images can't be read; send text only", "messages")
     if replay is not None and parsed.reasoning_absent:
         replay.restore(parsed.conversation, namespace, parsed.reasoning_absent)
-    return [await encoding.encode_async(parsed.conversation, namespace, replay)]
+    try:
+        return [await encoding.encode_async(parsed.conversation, namespace, replay)]
+    except MissingToken as error:
+        raise errors.invalid(
+            f"this model can't hold conversations with template {encoding.version}: {error}; use /v1/completions, or start the "
+            "gateway with the --template of this model",
+            "messages",
+        ) from error
 
 
 async def _encode_prompts(
