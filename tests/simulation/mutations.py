@@ -16,9 +16,8 @@ from typing import Any
 
 from headrace.decode.service import DecodeService
 from headrace.gateway.dispatch import Dispatcher
-from headrace.kv.grants import ledger, owner, pins, writer
+from headrace.kv.grants import ledger, owner, writer
 from headrace.transfer.memory import Memory
-from headrace.worker.kvclient import KvStoreClient
 
 
 @dataclass(frozen=True)
@@ -62,17 +61,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "writer-done": (
         Mutation("the writer says that it is done while a copy runs", writer, "_stop", "if after.in_flight:", "if False:"),
     ),
-    "pins": (
-        Mutation("a release after the lease is called valid", pins, "held_step",
-                 "return replace(held, phase=EXPIRED), [fx.Unpin(), fx.Valid(False)]",
-                 "return replace(held, phase=EXPIRED), [fx.Unpin(), fx.Valid(True)]"),
-        Mutation("also after the sweep", pins, "held_step", "return held, [fx.Valid(phase == RELEASED)]",
-                 "return held, [fx.Valid(True)]"),
-        Mutation("and checksums are not compared", KvStoreClient, "_import", "crc32(data) == w.checksum", "True"),
-    ),
 }  # fmt: skip
-
-REQUIRED = ("generation", "tombstone", "quarantine", "duplicate-commit", "attempt", "all-or-nothing")
 
 
 @contextlib.contextmanager

@@ -176,6 +176,27 @@ async def test_a_stopped_store_costs_the_wait_once(cluster):
         await worker.close()
 
 
+async def test_room_whose_answer_was_lost_comes_back_while_its_worker_lives():
+    """The answer to a reserve never arrives; over shared memory only the worker's word can end the quarantine."""
+    async with Cluster() as cluster:
+        store = await cluster.start("kvstore", "--transports", "shm", "--max-ttl-seconds", "0.3")
+        worker, bus = Worker(cluster, "prefill-w"), cluster.gateway.bus
+        await bus.serve(
+            "headrace.prefill.prefill-w.grant", lambda message, _, reply: bus.respond(reply, worker.client.grant_status(message))
+        )
+        reserve = m.KvReserve("prefill-w", worker.memory.incarnation, SPACE, bytes(16), [4096], ttl=0.3)
+
+        async def ask() -> m.KvReserved:
+            return await bus.request("kvstore", cluster.find(store).instance, "reserve", reserve)
+
+        lost = await ask()
+        assert lost.grant and not (await ask()).grant  # its key is taken while it may be written
+        again = await Cluster.until(ask, lambda answer: answer.grant, 5.0)
+        assert again.generation != lost.generation
+        assert worker.client.grant_status(m.TicketStatus(lost.grant)).state == "done"
+        await worker.close()
+
+
 async def test_write_through_is_bounded_and_drops_what_is_gone(cluster):
     worker = Worker(cluster, "one", queue=6, gather=0.1)
     worker.prefill(list(range(1300)))  # ten blocks and a snapshot
