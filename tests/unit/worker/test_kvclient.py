@@ -181,9 +181,8 @@ async def test_room_whose_answer_was_lost_comes_back_while_its_worker_lives():
     async with Cluster() as cluster:
         store = await cluster.start("kvstore", "--transports", "shm", "--max-ttl-seconds", "0.3")
         worker, bus = Worker(cluster, "prefill-w"), cluster.gateway.bus
-        await bus.serve(
-            "headrace.prefill.prefill-w.grant", lambda message, _, reply: bus.respond(reply, worker.client.grant_status(message))
-        )
+        said = worker.client.grant_status
+        await bus.serve("headrace.prefill.prefill-w.grant", lambda message, _, reply: bus.respond(reply, said(message)))
         reserve = m.KvReserve("prefill-w", worker.memory.incarnation, SPACE, bytes(16), [4096], ttl=0.3)
 
         async def ask() -> m.KvReserved:
