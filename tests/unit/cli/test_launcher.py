@@ -91,6 +91,14 @@ def test_installs_once_torch_first_then_starts_the_command(path, tmp_path):
     assert calls.read_text() == "-m headrace.cli --version\n", "a later start does nothing but start"
 
 
+def test_torch_may_come_from_an_index_of_its_own(path, tmp_path):
+    calls = tmp_path / "calls"
+    fake_python(tmp_path / "venv" / "bin" / "python", calls)
+    assert launch(path, tmp_path, "--version", HEADRACE_TORCH_INDEX="https://index.invalid/cpu").returncode == 0
+    installs = [line.split(" install ")[1] for line in calls.read_text().splitlines() if " install " in line]
+    assert installs == ["--no-deps --index-url https://index.invalid/cpu torch==2.13.0", "-r requirements.txt"]
+
+
 def test_folders_may_have_spaces_in_their_names(path, tmp_path):
     home = tmp_path / "a b"
     home.mkdir()
