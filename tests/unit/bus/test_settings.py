@@ -73,6 +73,17 @@ def test_print_config_is_yaml_with_sources_and_without_secrets(capsys, monkeypat
     assert yaml.safe_load(text)["log_level"] == "info"
 
 
+def test_print_config_shows_settings_that_are_refused(capsys):
+    class Needy(Own):
+        def __post_init__(self):
+            if not self.name:
+                raise ValueError("a name is needed")
+
+    with pytest.raises(SettingsError, match="a name is needed"):
+        Needy.load(["--max-num-seqs", "5", "--print-config"], "decode")
+    assert yaml.safe_load(capsys.readouterr().out)["max_num_seqs"] == 5
+
+
 def test_help_teaches(capsys):
     with pytest.raises(SystemExit):
         load("--help")

@@ -59,7 +59,12 @@ class Settings(msgspec.Struct, kw_only=True):
     def load(cls, argv: Sequence[str] | None = None, role: str = "", description: str = "") -> Self:
         """Read all sources, check once. Raises SettingsError; --help and --print-config print and exit with 0."""
         values, sources, flags = _collect(cls, sys.argv[1:] if argv is None else list(argv), role, description)
-        settings = _convert(cls, values, sources)
+        try:
+            settings = _convert(cls, values, sources)
+        except SettingsError:
+            if flags.print_config:  # settings that lack something are those one wants to see
+                print(_as_yaml(_defaults(cls) | _checked(cls, values, sources), sources), end="", flush=True)
+            raise
         if flags.print_config:
             print(settings.describe(sources), end="")
             raise SystemExit(0)
@@ -67,16 +72,7 @@ class Settings(msgspec.Struct, kw_only=True):
 
     def describe(self, sources: dict[str, str] | None = None) -> str:
         """As YAML, each value with its source; secrets are hidden."""
-        lines = []
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if value and name.endswith(SECRET):
-                value = "(hidden)"
-            elif name == "nats_url":
-                value = without_secrets(value)
-            text = yaml.safe_dump({name: msgspec.to_builtins(value)}, default_flow_style=True, width=10_000).strip()[1:-1]
-            lines.append(f"{text}  # {(sources or {}).get(name, 'default')}\n")
-        return "".join(lines)
+        return _as_yaml({name: getattr(self, name) for name in self.__struct_fields__}, sources or {})
 
     def fault(self, name: str) -> str | None:
         """The value of a named fault point, "" when it has none, None when it is off."""
@@ -85,6 +81,28 @@ class Settings(msgspec.Struct, kw_only=True):
             if key.strip() == name:
                 return value.strip()
         return None
+
+
+def _as_yaml(values: dict[str, Any], sources: dict[str, str]) -> str:
+    lines = []
+    for name, value in values.items():
+        if value and name.endswith(SECRET):
+            value = "(hidden)"
+        elif name == "nats_url":
+            value = without_secrets(value)
+        text = yaml.safe_dump({name: msgspec.to_builtins(value)}, default_flow_style=True, width=10_000).strip()[1:-1]
+        lines.append(f"{text}  # {sources.get(name, 'default')}\n")
+    return "".join(lines)
+
+
+def _defaults(cls: type[Settings]) -> dict[str, Any]:
+    """Of every setting, in order; None where it has none."""
+    values = {}
+    for field in msgspec.structs.fields(cls):
+        made = field.default_factory is not msgspec.NODEFAULT
+        default = field.default_factory() if made else field.default
+        values[field.name] = None if default is msgspec.NODEFAULT else default
+    return values
 
 
 def _collect(cls: type[Settings], argv: list[str], role: str, description: str) -> tuple[dict, dict[str, str], Any]:
@@ -128,7 +146,8 @@ def _read_yaml(path: str, role: str, hints: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in {**shared, **own}.items() if k in hints}
 
 
-def _convert(cls: type[Settings], values: dict[str, Any], sources: dict[str, str]) -> Any:
+def _checked(cls: type[Settings], values: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
+    """`values` as their types; each by itself, not how they fit together."""
     hints = typing.get_type_hints(cls, include_extras=True)
     checked = {}
     for name, value in values.items():
@@ -137,8 +156,12 @@ def _convert(cls: type[Settings], values: dict[str, Any], sources: dict[str, str
         except msgspec.ValidationError as error:
             shown = "(hidden)" if name.endswith(SECRET) else repr(value)
             raise SettingsError(f"{sources[name]}: {name} = {shown}: {error}") from error
+    return checked
+
+
+def _convert(cls: type[Settings], values: dict[str, Any], sources: dict[str, str]) -> Any:
     try:
-        return cls(**checked)
+        return cls(**_checked(cls, values, sources))
     except (TypeError, ValueError) as error:
         raise SettingsError(str(error)) from error
 
@@ -155,13 +178,10 @@ def _parser(cls: type[Settings], hints: dict[str, Any], role: str, description: 
     parser.add_argument("--print-config", action="store_true", help="print all settings and their sources, then exit")
     own = parser.add_argument_group(f"settings of {role}" if role else "settings")
     shared = parser.add_argument_group("settings of every service")
-    fields = {f.name: f for f in msgspec.structs.fields(cls)}
+    defaults = _defaults(cls)
     for name, hint in hints.items():
         group = shared if name in Settings.__struct_fields__ else own
-        default = fields[name].default if fields[name].default is not msgspec.NODEFAULT else None
-        if default is None and fields[name].default_factory is not msgspec.NODEFAULT:
-            default = fields[name].default_factory()
-        text = f"{_description(hint)} (default: {_shown(default)})".replace("%", "%%")
+        text = f"{_description(hint)} (default: {_shown(defaults[name])})".replace("%", "%%")
         flag = "--" + name.replace("_", "-")
         if _base(hint) is bool:
             group.add_argument(flag, dest=name, default=argparse.SUPPRESS, action=argparse.BooleanOptionalAction, help=text)
