@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 from pathlib import Path
 
 from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
+from headrace.cli.supervisor import die_with_parent
 
 PRESETS = ("nano", "tiny", "w16")
 MAKE_TIMEOUT = 300.0  # seconds
@@ -20,11 +22,16 @@ async def random_checkpoint(folder: Path, preset: str, console: Console, seed: i
     if (path / "config.json").exists():
         return path
     console.say(f"making a random checkpoint ({preset}), once, in {path}")
-    unfinished = path.with_suffix(".tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    for leftover in folder.glob("*.tmp*"):  # of an `up` that was killed meanwhile
+        shutil.rmtree(leftover, ignore_errors=True)
+    unfinished = path.with_suffix(f".tmp-{os.getpid()}")
     argv = ["-m", "headrace.cli", "make-checkpoint", "--preset", preset, "--seed", str(seed), str(unfinished)]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        sys.executable,
+        *argv,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        preexec_fn=die_with_parent,
     )
     try:
         async with asyncio.timeout(MAKE_TIMEOUT):

@@ -163,7 +163,7 @@ def judged(runs: list[dict], system: System) -> dict:
         "ok": all(checks.values()),
         "checks": checks,
         "engine": system.options.engine,
-        "model": str(system.model),
+        "model": str(system.model or system.options.engine),
         "random_words": system.random_words,
         "processes": processes,
         "runs": runs,

@@ -40,7 +40,7 @@ STOP_BUDGET = 10.0  # seconds for services that have nothing left to finish
 class Options:
     """What a person may choose about a system."""
 
-    model: Path | None = None  # None: a random checkpoint of `preset`
+    model: Path | None = None  # None: a random checkpoint of `preset`; none at all for engine sim
     preset: str = "nano"
     engine: str = "v41"
     host: str = "127.0.0.1"
@@ -94,12 +94,12 @@ class System:
             raise
 
     async def _start(self) -> None:
-        port = self._choose_port()
-        self.url = f"http://{self.options.host}:{port}"
         if self.options.model:
             self.model = checkpoint.check_model(self.options.model)
-        else:
+        elif self.options.engine != "sim":  # which needs none; the gateway has a tokenizer of its own then
             self.model = await checkpoint.random_checkpoint(self.state.checkpoints, self.options.preset, self.console)
+        port = self._choose_port()
+        self.url = f"http://{self.options.host}:{port}"
         shutil.rmtree(self.shm_dir, ignore_errors=True)
         self.shm_dir.mkdir(mode=0o700)
         self.nats = NatsServer(self.state.path, self.state.logs / "nats.log")
@@ -153,7 +153,7 @@ class System:
             nats_url=self.nats.url,
             nats_user=self.nats.settings.nats_user,
             nats_password=self.nats.settings.nats_password,
-            model=str(self.model),
+            model=str(self.model or self.options.engine),
             engine=self.options.engine,
             processes={child.name: child.pid for child in self.supervisor.children if child.pid},
         )
@@ -166,10 +166,10 @@ class System:
 
     def _children(self, port: int) -> dict[str, list[Child]]:
         o = self.options
-        worker = ["--model", str(self.model), "--engine", o.engine]
+        model = ["--model", str(self.model)] if self.model else []
+        worker = [*model, "--engine", o.engine]
         gateway = [
-            "--model",
-            str(self.model),
+            *model,
             "--host",
             o.host,
             "--port",
