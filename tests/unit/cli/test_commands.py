@@ -16,6 +16,7 @@ from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
 from headrace.cli.main import COMMANDS, GROUPS, main
 from headrace.cli.nats_server import NatsServer
+from headrace.cli.passthrough import BENCHES
 from headrace.cli.state import Running, StateDir
 from headrace.cli.supervisor import Supervisor
 from headrace.cli.system import shm_dir
@@ -54,6 +55,12 @@ def test_unknown_command_far_from_all_points_to_help(capsys):
 def test_bench_without_a_room_lists_the_rooms(capsys):
     assert main(["bench"]) == 1
     assert "gateway, engine, recipe, kernels, transfer" in capsys.readouterr().err
+
+
+def test_bench_help_says_what_each_measures(capsys):
+    assert main(["bench", "--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(f"\n  {name} " in page for name in BENCHES)
 
 
 def test_clients_say_how_to_start_a_system(tmp_path, capsys):

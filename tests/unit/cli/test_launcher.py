@@ -99,6 +99,13 @@ def test_torch_may_come_from_an_index_of_its_own(path, tmp_path):
     assert installs == ["--no-deps --index-url https://index.invalid/cpu torch==2.13.0", "-r requirements.txt"]
 
 
+def test_help_of_test_needs_no_installation(path, tmp_path):
+    done = launch(path, tmp_path, "test", "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: headrace test")
+    assert not (tmp_path / "venv").exists()
+
+
 def test_folders_may_have_spaces_in_their_names(path, tmp_path):
     home = tmp_path / "a b"
     home.mkdir()
