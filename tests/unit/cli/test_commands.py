@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pty
 import socket
 import subprocess
 import sys
@@ -66,6 +67,14 @@ def test_bench_help_says_what_each_measures(capsys):
 def test_clients_say_how_to_start_a_system(tmp_path, capsys):
     assert main(["chat", "hello", "--state-dir", str(tmp_path)]) == 1
     assert f"no running system is recorded in {tmp_path}; start one with `headrace up`" in capsys.readouterr().err
+
+
+def test_chat_without_a_message_on_a_terminal_gives_an_example(monkeypatch, capsys):
+    ours, theirs = pty.openpty()
+    with open(theirs) as terminal, open(ours):
+        monkeypatch.setattr(sys, "stdin", terminal)
+        assert main(["chat"]) == 1
+    assert 'For example: headrace chat "Why is the sky blue?"' in capsys.readouterr().err
 
 
 def test_help_page_comes_without_loading_the_bus():

@@ -38,7 +38,7 @@ class Answer:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("message", help="what to ask; - reads it from stdin")
+    parser.add_argument("message", nargs="?", default="-", help="what to ask (default, and -: read it from stdin)")
     parser.add_argument("--system", help="a system message before it")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default: 256")
     parser.add_argument(
@@ -51,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.message == "-" and sys.stdin.isatty():
+        raise CommandError('what shall be asked? For example: headrace chat "Why is the sky blue?"')
     url = args.url or state.running_or_fail(args.state_dir).url
     text = sys.stdin.read() if args.message == "-" else args.message
     messages = [{"role": "system", "content": args.system}] if args.system else []
