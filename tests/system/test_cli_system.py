@@ -39,7 +39,7 @@ class Up:
 
     process: subprocess.Popen
     state: StateDir
-    ready_line: str
+    message: str  # what it printed when it was ready
     errors: Path  # its stderr
 
     @property
@@ -76,7 +76,7 @@ def start_up(folder: Path, *flags: str) -> Up:
     with out.open("w") as stdout, errors.open("w") as stderr:
         process = subprocess.Popen(argv, stdout=stdout, stderr=stderr)
     deadline = time.monotonic() + START_BUDGET
-    while "\n" not in out.read_text() and process.poll() is None and time.monotonic() < deadline:
+    while not out.read_text().endswith("\n") and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     line = out.read_text()
     if "Headrace is ready" not in line:
@@ -116,10 +116,11 @@ def chat(text: str = "Hello", **more) -> dict:
     return body | more
 
 
-def test_ready_line_is_one_line_with_a_request_that_works(up):
-    assert up.ready_line.count("\n") == 1
-    assert up.running.url in up.ready_line
-    command = up.ready_line[up.ready_line.index("curl ") :].strip()
+def test_ready_message_has_the_url_and_requests_that_work_on_lines_of_their_own(up):
+    lines = [line.strip() for line in up.message.splitlines()]
+    assert up.running.url in lines[0]
+    assert any("headrace chat " in line for line in lines)
+    (command,) = (line for line in lines if line.startswith("curl "))
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("data: {")
     assert done.stdout.rstrip().endswith("data: [DONE]")
@@ -135,6 +136,13 @@ def test_chat_command_streams_an_answer_and_names_the_request(up):
     done = up.cli("chat", "Hello", "--max-tokens", "5", "--temperature", "0")
     assert done.returncode == 0, done.stderr
     assert re.search(r"\[\S+\] (length|stop); \d+ prompt tokens \(\d+ cached\), \d+ new", done.stderr)
+
+
+def test_chat_command_reads_what_is_piped_to_it(up):
+    argv = [sys.executable, "-m", "headrace.cli", "chat", "--max-tokens", "3", "--state-dir", str(up.state.path)]
+    done = subprocess.run(argv, input="Hello\n", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "3 new" in done.stderr
 
 
 def test_doctor_finds_a_healthy_system(up):

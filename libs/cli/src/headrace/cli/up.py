@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shlex
 import signal
 import sys
@@ -131,7 +132,7 @@ async def _up(options: Options, where: state.StateDir, verbose: bool) -> int:
         if not await _start_unless(system, stop):
             console.say("stopped before it was ready")
             return INTERRUPTED
-        print(ready_line(system), flush=True)
+        print(ready_message(system), flush=True)
         await stop.wait()
         console.say("draining: running requests finish, new ones are refused; Ctrl-C again ends everything at once")
     finally:
@@ -157,8 +158,8 @@ async def _start_unless(system: System, stop: asyncio.Event) -> bool:
         stopping.cancel()
 
 
-def ready_line(system: System) -> str:
-    """The one line that says it works, and a request to try."""
+def ready_message(system: System) -> str:
+    """That it works, where, what its words are worth, and two ways to ask it something."""
     words = (
         "its words are random: the checkpoint was never trained"
         if system.random_words
@@ -169,7 +170,11 @@ def ready_line(system: System) -> str:
     body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32, "stream": True}
     body["thinking"] = {"type": "disabled"}  # else so short an answer is all reasoning
     curl = f"curl -N {system.url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
-    return f"{paint(f'Headrace is ready: {system.url}', BOLD, sys.stdout)}  ({words})  Try:  {curl}"
+    ready = paint(f"Headrace is ready: {system.url}", BOLD, sys.stdout)
+    chat = ["./headrace" if "HEADRACE_HOME" in os.environ else "headrace", "chat", "Why is the sky blue?"]
+    if system.state.path != state.StateDir(state.default_path()).path:
+        chat += ["--state-dir", str(system.state.path)]
+    return f"{ready}  ({words}). Ctrl-C drains it. In another terminal:\n  {shlex.join(chat)}\n  {curl}"
 
 
 async def _follow(where: state.StateDir, console: Console) -> None:
