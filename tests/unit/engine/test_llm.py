@@ -99,4 +99,5 @@ def test_the_benchmark_prints_what_it_promises(checkpoint):
         assert batch["prefill_tokens_per_second"] > 0 and batch["decode_tokens_per_second"] > 0
         assert {"schedule", "forward", "logits", "sample", "post"} <= batch["step_ms"].keys()
         assert {"attn", "ffn", "other"} <= batch["forward_ms"].keys()
+        assert batch["load"] >= 0
         assert sum(batch["step_ms"].values()) == pytest.approx(batch["decode_step_ms"], rel=0.05)

@@ -2,14 +2,16 @@
 
 For each batch size: as many cold prompts are computed (no prefix cache), then all of them decode together, greedy. Prefill
 counts prompt tokens per second until the last prompt is done; decode counts tokens per second over steps in which every
-sequence takes part. Median of `--repeat` runs. The parts of the forward pass are timed in a run of their own, for hooks cost
-time too.
+sequence takes part. Median of `--repeat` runs after one that warms up and does not count. The parts of the forward pass are
+timed in a run of their own, for hooks cost time too. `load` is the load average when a batch size began: figures of two runs
+can be compared only when both had the cores to themselves.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -51,8 +53,8 @@ def _arguments() -> argparse.ArgumentParser:
     source.add_argument("--model", help="a checkpoint directory instead")
     parser.add_argument("--accuracy", action="store_true", help="instead of speed, measure what class `bounded` changes")
     parser.add_argument("--batch", type=_sizes, default=[1, 8, 32], metavar="N,N...", help="batch sizes (default 1,8,32)")
-    parser.add_argument("--prompt", type=int, default=256, help="prompt tokens (default 256)")
-    parser.add_argument("--output", type=int, default=32, help="tokens to generate (default 32)")
+    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens (default 128)")
+    parser.add_argument("--output", type=int, default=16, help="tokens to generate (default 16)")
     parser.add_argument("--repeat", type=int, default=3, help="runs per batch size; the median counts (default 3)")
     parser.add_argument("--numerics", choices=("bounded", "exact"), default="bounded")
     parser.add_argument("--batch-invariant", action="store_true")
@@ -73,17 +75,35 @@ def measure(path: str | Path, args: argparse.Namespace) -> dict:
     rng = np.random.default_rng(args.seed)
     batches = {}
     for size in args.batch:
+        load = _load()
+        _say(size, "warm-up")
+        _run(model, size, args, rng)
         runs = []
-        for number in range(args.repeat + 1):  # the first warms up
-            print(f"batch {size}: run {number} of {args.repeat}", file=sys.stderr)
+        for number in range(args.repeat):
+            _say(size, f"run {number + 1} of {args.repeat}")
             runs.append(_run(model, size, args, rng))
-        best = {name: statistics.median(run[name] for run in runs[1:]) for name in runs[0]}
-        batches[str(size)] = _figures(best, size, args) | {"forward_ms": _forward_parts(model, size, args, rng)}
+        median = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+        _say(size, "parts of the forward pass")
+        parts = _forward_parts(model, size, args, rng)
+        batches[str(size)] = _figures(median, size, args) | {"forward_ms": parts, "load": load}
     return {
         "model": str(args.model or args.preset), "numerics": args.numerics, "batch_invariant": args.batch_invariant,
         "device": args.device, "threads": torch.get_num_threads(), "prompt_tokens": args.prompt, "output_tokens": args.output,
+        "repeat": args.repeat, "cores": len(os.sched_getaffinity(0)),
         "block_bytes": model.spec.block_bytes, "vocab_size": model.vocab_size, "batch": batches,
     }  # fmt: skip
+
+
+def _say(size: int, what: str) -> None:
+    print(f"batch {size}: {what}", file=sys.stderr)
+
+
+def _load() -> float:
+    """The load average of the last minute, with a warning when it is more than the cores."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > cores:
+        print(f"warning: load average {load:.1f} on {cores} cores: other work makes every time longer", file=sys.stderr)
+    return round(load, 2)
 
 
 def _engine(model, size: int, args: argparse.Namespace) -> EngineCore:
@@ -195,7 +215,7 @@ def table(report: dict) -> str:
         inside = ", ".join(f"{name} {value:.2f}" for name, value in batch["forward_ms"].items())
         figures = f"{batch['prefill_tokens_per_second']:>15.0f}{batch['decode_tokens_per_second']:>14.0f}"
         lines.append(f"{size:>6}{figures}{batch['decode_step_ms']:>9.2f}{batch['decode_step_cpu_ms']:>9.2f}   {parts}")
-        lines.append(f"{'':>56}forward: {inside}")
+        lines.append(f"{'':>56}forward: {inside}; load {batch['load']:.1f}")
     return "\n".join(lines)
 
 
