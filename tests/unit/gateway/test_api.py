@@ -310,3 +310,41 @@ async def test_a_tokenizer_of_another_template_is_the_clients_400(bare, monkeypa
             await client.chat.completions.create(model="fake", messages=[{"role": "system", "content": "hi"}])
         reply = await client.completions.create(model="fake", prompt="hi", max_tokens=64)
     assert reply.choices[0].text == TEXT
+
+
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(cluster):
+    async with cluster.session.get("/v1/models") as reply:
+        limit = (await reply.json())["data"][0]["max_model_len"]
+    text = "a" * (16 * limit + 1)
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/completions", {"prompt": [5] * (limit + 1)}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ("/tokenize", {"prompt": text}),
+    ):
+        async with cluster.session.post(path, json=body) as reply:
+            message = (await reply.json())["error"]["message"]
+            assert reply.status == 400 and "maximum context length" in message, (path, message)
+
+
+async def test_a_body_that_its_encoding_belies_is_a_400(cluster):
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    async with cluster.session.post("/v1/chat/completions", data=b"no gzip", headers=headers) as reply:
+        assert reply.status == 400 and "gzip" in (await reply.json())["error"]["message"]
+
+
+async def test_head_has_no_body(cluster):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(cluster.url.rsplit(":", 1)[1]))
+    for _ in range(2):  # the second answer would be misread if the first had a body
+        writer.write(b"HEAD /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert head.startswith(b"HTTP/1.1 200")
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_before_the_gateway_knows_models_it_says_that_it_starts(cluster):
+    cluster.gateway.state = "starting"
+    async with cluster.session.post("/v1/chat/completions", json=chat()) as reply:
+        assert reply.status == 503 and (await reply.json())["error"]["code"] == "starting"
+    cluster.gateway.state = "ready"

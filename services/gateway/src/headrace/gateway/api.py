@@ -17,7 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
-from aiohttp import web
+from aiohttp import ClientPayloadError, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from headrace.bus import messages as m
 from headrace.bus import nuid
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 HASHERS = 1024  # block hashers kept, one per layout and namespace
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
+UNKNOWN_LIMIT = 1 << 20  # tokens, where no worker says how much it takes
 log = structlog.get_logger("headrace.gateway")
 
 
@@ -123,11 +125,13 @@ class Api:
             if call.kept:
                 self._keep_reply(call)
             exchange.settle()
-        self._count(call)
+        if self._gateway.state != "starting":
+            self._count(call)
         return exchange.result()
 
     async def _prepare(self, request: web.Request, call: Call) -> list[Record]:
         """Everything before the first word to a worker. Raises RecipeError."""
+        self._refuse_early()
         gateway, models, endpoint, exchange = self._gateway, self._gateway.models, call.endpoint, call.exchange
         if gateway.state == "draining":
             raise errors.draining()
@@ -151,6 +155,7 @@ class Api:
         trace, request_id = gateway.trace, exchange.request_id
         trace.event(request_id, "gateway.received", client_id=exchange.shown_id, endpoint=endpoint.name, model=parsed.model)
         started = time.monotonic()
+        self._refuse_hopeless(parsed, models.limit(group))
         prompts = await endpoint.encode(models.encoding, parsed, namespace, models.replay)
         trace.event(request_id, "gateway.rendered", (time.monotonic() - started) * 1e3, prompt_tokens=sum(map(len, prompts)))
         call.reply = reply = self._reply(call, parsed, namespace, prompts)
@@ -170,6 +175,26 @@ class Api:
                 lambda: reply.streams[0].progress(), reply.cancel,
             ))  # fmt: skip
         return records
+
+    def _refuse_early(self) -> None:
+        """The port is open before the gateway knows models and peers, so that /health answers."""
+        if self._gateway.state == "starting":
+            raise errors.starting()
+
+    def _refuse_hopeless(self, parsed: ParsedRequest, limit: int) -> None:
+        """Tokenising some megabytes of text takes seconds and hundreds of megabytes: not for a prompt that can't fit."""
+        texts = [message.content for message in parsed.conversation.messages]
+        for prompt in parsed.prompts:
+            if isinstance(prompt, str):
+                texts.append(prompt)
+            else:
+                parsed.resolve_max_tokens(len(prompt), limit)
+        self._refuse_long(sum(map(len, texts)), limit)
+
+    def _refuse_long(self, characters: int, limit: int) -> None:
+        per_token = self._settings.characters_per_token
+        if characters > limit * per_token:
+            raise errors.too_much_text(characters, limit, per_token)
 
     def _keep_reply(self, call: Call) -> None:
         """The response is over: keep it if the client asked for that and has seen its id."""
@@ -278,6 +303,9 @@ class Api:
             raise errors.body_too_large(None, limit) from None
         except TimeoutError:
             raise errors.body_too_slow(self._settings.body_seconds) from None
+        except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
+            encoding = request.headers.get("Content-Encoding", "none")
+            raise errors.invalid(f"the request body can't be read (Content-Encoding: {encoding}): {error}") from None
         try:
             value = loads(body)
         except JSONError as error:
@@ -309,6 +337,7 @@ class Api:
         async def handle(request: web.Request) -> Written:
             exchange = self._exchange(request)
             try:
+                self._refuse_early()
                 tenant = self.auth.namespace(self.auth.tenant(request.headers), None)
                 if request.query.get("stream", "false") != "false":
                     raise errors.invalid("a kept response comes as one object; leave `stream` out", "stream")
@@ -326,11 +355,15 @@ class Api:
         """An endpoint that answers from what is here: `answer(body)` -> JSON value. Raises nothing."""
         exchange = self._exchange(request)
         try:
+            self._refuse_early()
             self.auth.tenant(request.headers)
             body = await self._json(request) if request.method == "POST" else {}
             exchange.answer(200, compact(await answer(body)).encode())
         except RecipeError as error:
             exchange.fail(error, protocol, self._settings.dialect)
+        except Exception:  # a defect of ours: the client is told, and the log has the details
+            log.exception("request failed", request_id=exchange.request_id)
+            exchange.fail(errors.internal(), protocol, self._settings.dialect)
         return exchange.result()
 
     async def _models(self, request: web.Request) -> Written:
@@ -359,17 +392,23 @@ class Api:
     async def _tokenize(self, request: web.Request) -> Written:
         async def answer(body: dict[str, Any]) -> dict[str, Any]:
             models = self._gateway.models
+            name = body.get("model") or next(iter(models.names), "")
+            if not isinstance(name, str):
+                raise errors.invalid(f"`model` must be a string, not {type(name).__name__}", "model")
+            group = models.group(name)
+            limit = models.limit(group) if group else None
             if isinstance(text := body.get("prompt"), str):
+                self._refuse_long(len(text), limit or UNKNOWN_LIMIT)
                 ids = await asyncio.to_thread(models.tokenizer.encode_long, text) if len(text) > LONG_TEXT else (
                     models.tokenizer.encode_plain(text)
                 )  # fmt: skip
             elif "messages" in body:
                 parsed = CHAT.parse({**body, "model": "model"}, models.any_name)
+                self._refuse_hopeless(parsed, limit or UNKNOWN_LIMIT)
                 ids = list((await CHAT.encode(models.encoding, parsed, b"", None))[0])
             else:
                 raise errors.invalid("give `prompt` (a string) or `messages` (as in a chat)", "prompt")
-            group = models.group(body.get("model") or next(iter(models.names), ""))
-            out: dict[str, Any] = {"count": len(ids), "max_model_len": models.limit(group) if group else None, "tokens": ids}
+            out: dict[str, Any] = {"count": len(ids), "max_model_len": limit, "tokens": ids}
             if body.get("return_token_strs"):
                 out["token_strs"] = [models.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
             return out
@@ -380,6 +419,7 @@ class Api:
         async def answer(body: dict[str, Any]) -> dict[str, Any]:
             models = self._gateway.models
             parsed = MESSAGES.parse({"max_tokens": 1, **body, "model": "model"}, models.any_name)
+            self._refuse_hopeless(parsed, UNKNOWN_LIMIT)
             return {"input_tokens": len((await MESSAGES.encode(models.encoding, parsed, b"", None))[0])}
 
         return await self._small(request, answer, "messages")

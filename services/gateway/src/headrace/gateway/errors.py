@@ -44,6 +44,18 @@ def empty_prompt() -> GatewayError:
     return invalid("the prompt is empty: it must have at least one token", "prompt")
 
 
+def too_much_text(characters: int, tokens: int, per_token: int) -> GatewayError:
+    return GatewayError(
+        f"the prompt has {characters:,} characters; this model's maximum context length is {tokens:,} tokens, for which "
+        f"at most {tokens * per_token:,} characters are read (--characters-per-token {per_token})",
+        status=400, param="prompt", code="context_length_exceeded",
+    )  # fmt: skip
+
+
+def starting() -> GatewayError:
+    return GatewayError("this gateway is starting; try again", status=503, code="starting", retry_after=1.0)
+
+
 def internal() -> GatewayError:
     return GatewayError("internal error; the gateway's log has it under this request's id", status=500, code="internal_error",
                         type="api_error")  # fmt: skip

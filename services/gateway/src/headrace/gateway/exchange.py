@@ -72,13 +72,14 @@ class Exchange:
 
     __slots__ = (
         "_chunked", "_keep", "_limit", "_lives", "_on_slow", "_opened", "_transport", "_turn", "_unsent", "_written", "closed",
-        "client_id", "request_id",
+        "client_id", "head_only", "request_id",
     )  # fmt: skip
 
     def __init__(self, request: web.BaseRequest, request_id: str, turn: Turn, limit: int):
         self.request_id = request_id
         self.client_id = client_request_id(request)
         self.closed = False
+        self.head_only = request.method == "HEAD"
         self._transport = request.transport
         self._chunked = request.version >= (1, 1)
         self._keep = request.keep_alive and self._chunked
@@ -109,7 +110,8 @@ class Exchange:
         """A whole answer."""
         assert not self._opened
         self._opened = self.closed = True
-        self._write(self._head(status, content_type, b"Content-Length: %d\r\n" % len(body) + headers) + body)
+        head = self._head(status, content_type, b"Content-Length: %d\r\n" % len(body) + headers)
+        self._write(head if self.head_only else head + body)
 
     def fail(self, error: RecipeError, protocol: str, dialect: str = "open") -> None:
         """An error as a whole answer, with Retry-After where it has one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from aiohttp import web
@@ -39,6 +41,8 @@ class Gateway(Service):
 
     async def start(self) -> None:
         settings = self.settings
+        # Long texts are tokenised in threads that can't be stopped when their client leaves; two bound what they take.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2, "tokenise"))
         tokenizer = load_tokenizer(settings)
         self.api.auth = Auth(settings.api_key, settings.api_key_file, settings.kv_secret)
         await super().start()

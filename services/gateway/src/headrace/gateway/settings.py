@@ -46,6 +46,9 @@ class GatewaySettings(Settings):
     kv_secret: Annotated[str, Meta(description="secret of this deployment, mixed into block hashes")] = ""
 
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 16 << 20
+    characters_per_token: Annotated[
+        int, Meta(ge=1, description="longer prompts than this times the context length are refused before they are tokenised")
+    ] = 16
     body_seconds: Annotated[float, Meta(gt=0, description="longest wait for a request body")] = 60.0
     max_model_len: Annotated[
         int, Meta(ge=0, description="prompt and output tokens of one request; 0: what the workers say")
