@@ -10,7 +10,7 @@ from headrace.cli.errors import CommandError
 
 PASS_THROUGH = True
 BENCHES = {  # name -> what it measures, and about how long that takes on two cores
-    "gateway": ("requests/s, latency and CPU time of each process, workers simulated", "3 min"),
+    "gateway": ("requests/s, latency and CPU time of each process, workers simulated", "2 min"),
     "engine": ("prefill and decode tokens/s, and where a step's time goes", "1 min"),
     "recipe": ("rendering, tokenizing and streaming, beside the official wheel", "10 s"),
     "kernels": ("each kernel beside its peers and ceilings; needs a GPU", "minutes"),

@@ -96,10 +96,10 @@ class System:
     async def _start(self) -> None:
         if self.options.model:
             self.model = checkpoint.check_model(self.options.model)
-        elif self.options.engine != "sim":  # which needs none; the gateway has a tokenizer of its own then
-            self.model = await checkpoint.random_checkpoint(self.state.checkpoints, self.options.preset, self.console)
         port = self._choose_port()
         self.url = f"http://{self.options.host}:{port}"
+        if not self.options.model and self.options.engine != "sim":  # sim needs none, and the gateway brings a tokenizer
+            self.model = await checkpoint.random_checkpoint(self.state.checkpoints, self.options.preset, self.console)
         shutil.rmtree(self.shm_dir, ignore_errors=True)
         self.shm_dir.mkdir(mode=0o700)
         self.nats = NatsServer(self.state.path, self.state.logs / "nats.log")
