@@ -365,8 +365,6 @@ class World:
         error = event.get("exc_info")
         if self.over or error is None and event.get("event") != "hand-off refused":
             return
-        if str(event.get("why")).startswith("n = "):
-            return  # nothing is wrong with its bytes: there was no memory left for its other choices
         error = sys.exc_info()[1] if error is True else error
         where = "".join(traceback.format_exception(error)[-2:]).strip() if error is not None else ""
         self.violate(f"{event.get('event')}: {event.get('why', '')} {where}".replace("\n", " | "))

@@ -230,6 +230,10 @@ class EngineInfo:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+class NoRoom(ValueError):
+    """Memory is short now; the same call may work later."""
+
+
 class Engine(Protocol):
     """Roles PREFILL, DECODE and BOTH are this one engine."""
 

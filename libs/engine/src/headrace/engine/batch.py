@@ -1,7 +1,7 @@
 """One forward pass as data: what the scheduler plans and the model runs.
 
-A batch is a list of segments: consecutive rows of one sequence each. A prefill chunk, a decode row and a verification window are
-the same thing with different lengths. Nothing here is a tensor; the runner turns it into tensors.
+A batch is a list of segments: consecutive rows of one sequence each. A prefill chunk, a decode row and a verification
+window are the same thing with different lengths. Nothing here is a tensor; the runner turns it into tensors.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Knows: where bytes of KV lie inside a block, how large a state is, how many rows
 mean: below the model KV is opaque, and every other part of the engine, the hand-off and the store works from this page alone.
 
 Two kinds of memory belong to a sequence:
-  * paged blocks: one contiguous record of `block_tokens` tokens each, groups at fixed offsets inside it, content-addressed once full;
+  * paged blocks: one contiguous record of `block_tokens` tokens each, groups at fixed offsets inside it, content-addressed
+    once full;
   * one state slot: what cannot be paged (window rings, compressor tails, draft rings). On the wire a state is logical rows by
     absolute position, never a ring image, so the two ends may use different ring sizes.
 """

@@ -448,15 +448,15 @@ class SimEngine:
     # ------------------------------------------------------------ decode
 
     def _fork(self, first: _Sequence, table: list[int], n: int) -> list[_Sequence]:
-        """n choices over one prompt: full blocks shared, the partial one copied. All or none: ValueError when memory is
+        """n choices over one prompt: full blocks shared, the partial one copied. All or none: NoRoom when memory is
         short."""
         full = first.prompt // BLOCK
         extra = (n - 1) * (len(table) - full)
         if n - 1 > self._free_slots:
-            raise ValueError(f"n = {n} needs {n - 1} more slots; {self._free_slots} are free")
+            raise api.NoRoom(f"n = {n} needs {n - 1} more slots; {self._free_slots} are free")
         copies = self.pool.allocate(extra) if extra else []
         if copies is None:
-            raise ValueError(f"n = {n} needs {extra} more blocks; {self.pool.free} are free")
+            raise api.NoRoom(f"n = {n} needs {extra} more blocks; {self.pool.free} are free")
         sequences = [first]
         first.table = list(table)
         for choice in range(1, n):

@@ -316,12 +316,15 @@ class DecodeService(WorkerService):
             )
             self.engine.admit(landed.reservation, handoff, wanted)
         except ValueError as error:
-            self.counters["corrupt"] += 1
-            self.log.error("hand-off refused", request=admit.request, prefill=landed.prefill, why=str(error))
             self.engine.abandon(landed.reservation)
             self.engine.pool.release(landed.reservation.blocks)
             request.phase, request.landed = Phase.OVER, None
-            self._problem(request, 502, "handoff_corrupt", f"the hand-off from {landed.prefill} was refused: {error}")
+            if isinstance(error, api.NoRoom):
+                self._problem(request, 503, "full", str(error))
+            else:
+                self.counters["corrupt"] += 1
+                self.log.error("hand-off refused", request=admit.request, prefill=landed.prefill, why=str(error))
+                self._problem(request, 502, "handoff_corrupt", f"the hand-off from {landed.prefill} was refused: {error}")
         else:
             request.phase, request.landed, request.usage, request.admitted = Phase.RUNNING, None, record.usage, now
             self.host.wake()
