@@ -211,7 +211,7 @@ class _Stream:
     def __init__(self, result: Result, attempt: int, n: int) -> None:
         self.result, self.attempt = result, attempt
         result.ids, result.logprobs, result.finish = [[] for _ in range(n)], [[] for _ in range(n)], [""] * n
-        self.began = time.monotonic()
+        self.began = self.heard = time.monotonic()
         self.over = asyncio.get_running_loop().create_future()
         self.gap: tuple[int, int] | None = None
         self.prefill = self.decode = ""
@@ -220,6 +220,7 @@ class _Stream:
         result, choice = self.result, entry.choice
         if self.over.done() or entry.attempt != self.attempt:
             return
+        self.heard = time.monotonic()
         if entry.problem is not None:
             result.problem = entry.problem
             return self.end()
@@ -377,8 +378,10 @@ class TestGateway(Service):
             if stream.gap is not None:
                 await self._resume(stream)
             await asyncio.wait({stream.over}, timeout=0.01 if cancel_at is not None or cancel_after is not None else 0.05)
-            if not stream.over.done() and not result.first_token and time.monotonic() - now > 1.0:
-                stream.gap = (0, 0)
+            if not stream.over.done() and time.monotonic() - stream.heard > 1.0:  # the last message may be the lost one
+                stream.heard = time.monotonic()
+                choice = next((i for i, finish in enumerate(result.finish) if not finish), 0)
+                stream.gap = (choice, len(result.ids[choice]))
         if result.problem is not None:
             await self._cancel(result.request, stream.prefill, stream.decode, "failed")
 
