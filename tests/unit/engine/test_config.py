@@ -101,6 +101,9 @@ def test_no_candidates():
         ({"engram_num_embeddings": [5]}, "engram_num_embeddings has 1 entries for 2 layers"),
         ({"engram_pad_token_id": 200000}, "engram_pad_token_id 200000 lies outside vocab_size 129280"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.rope_type is 'linear'"),
+        ({"rope_scaling": {"factor": 0}}, "rope_scaling.factor is 0.*; it must be positive"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_slow": -1}}, "rope_scaling.beta_slow is -1"),
+        ({"hc_sinkhorn_iters": 10**9}, "hc_sinkhorn_iters is 1000000000; at most 1000"),
         ({"dspark_target_layer_ids": [40]}, "dspark_target_layer_ids names layer 40"),
     ],
 )

@@ -109,6 +109,10 @@ def test_a_header_or_index_that_lies(path):
     file.write_bytes(content[:8] + b"?" + content[9:])
     with pytest.raises(CheckpointError, match="has a header that is not a safetensors one"):
         load_model(path)
+    file.write_bytes(content[:8] + b"\xff" + content[9:])
+    with pytest.raises(CheckpointError, match=r"\(byte 0 is not UTF-8\)") as caught:
+        load_model(path)
+    assert len(str(caught.value)) < 400, "the damaged header is not part of the message"
     file.write_bytes(content)
     index = json.loads((path / INDEX).read_text())
     index["weight_map"]["ghost.weight"] = file.name

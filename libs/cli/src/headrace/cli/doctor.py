@@ -34,6 +34,8 @@ EPILOG = "Exit status 1 when there is a problem.\n"
 SHM_WANTED = 1 << 30  # bytes; what the default pools and the store's arena need with room to spare
 DISK_WANTED = 2 << 30  # bytes, for logs and checkpoints
 MEMORY_WANTED = 3 << 30  # bytes
+WARM_SECONDS = 600  # patience with the compilation of all kernels; a second run takes seconds
+NO_DEVICE = 2  # exit status of headrace.kernels.warm without a GPU
 ROLES = ("gateway", "prefill", "decode", "kvstore")
 
 
@@ -66,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         python,
         packages,
         torch,
+        kernels,
         nats_binary,
         shm,
         memory,
@@ -125,6 +128,37 @@ def torch() -> Finding:
     gpus, threads = done.stdout.split()
     where = f"{gpus} CUDA device(s)" if gpus != "0" else f"CPU, {threads} threads"
     return Finding("torch", "ok", f"{installed}, {where}")
+
+
+def kernels() -> Finding:
+    """Compiles every Triton kernel that the cache folder does not hold yet, so that no request waits for that."""
+    command = [sys.executable, "-m", "headrace.kernels.warm", "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WARM_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Finding(
+            "kernels", "note", f"not all compiled after {WARM_SECONDS} s", "run it again: it goes on from its cache"
+        )
+    if done.returncode == NO_DEVICE:
+        return Finding("kernels", "ok", "no CUDA device: the CPU implementations are used")
+    try:
+        report = json.loads(done.stdout)
+    except ValueError:
+        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
+        return Finding("kernels", "problem", f"could not be warmed: {last[0]}", "pip install -r requirements.txt")
+    return warmed(report)
+
+
+def warmed(report: dict) -> Finding:
+    """What `headrace.kernels.warm --json` reported, in one line."""
+    rows, bad = report["kernels"], [row for row in report["kernels"] if "error" in row]
+    if bad:
+        text = f"{len(bad)} of {len(rows)} fail; the first: {bad[0]['op']}: {bad[0]['error']}"
+        return Finding("kernels", "problem", text, "python -m headrace.kernels.check names every one")
+    first = sum(row["first_seconds"] for row in rows)
+    slowest = max(row["second_seconds"] for row in rows)
+    text = f"{len(rows)} warmed in {first:.1f} s, the slowest warm call {slowest * 1e3:.1f} ms; cache {report['cache']}"
+    return Finding("kernels", "ok", text)
 
 
 def nats_binary() -> Finding:

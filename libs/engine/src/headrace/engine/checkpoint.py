@@ -129,7 +129,7 @@ class Checkpoint:
             assert all(isinstance(v, str) and Path(v).name == v for v in index.values())
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise CheckpointError(
-                f"{file} is not a safetensors index with a weight_map of file names: {error!r}"
+                f"{file} is not a safetensors index with a weight_map of file names ({_what(error)})"
             ) from None
         return index
 
@@ -150,7 +150,9 @@ class Checkpoint:
                 for name, t in tensors.items()
             }
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise CheckpointError(f"{file} has a header that is not a safetensors one: {error!r}") from None
+            raise CheckpointError(
+                f"{file} has a header that is not a safetensors one ({_what(error)}); copy the file again"
+            ) from None
         self.headers[file] = header
         for name, (dtype, shape, begin, end) in described.items():
             self._add(name, dtype, shape, begin, end, file, 8 + length, size)
@@ -181,6 +183,17 @@ class Checkpoint:
 
 def _plain(name: str) -> str:
     return name.removeprefix("model.")
+
+
+def _what(error: Exception) -> str:
+    """What is wrong, without the damaged bytes, which UnicodeDecodeError and KeyError carry whole."""
+    match error:
+        case UnicodeDecodeError():
+            return f"byte {error.start} is not UTF-8"
+        case json.JSONDecodeError():
+            return f"not JSON from character {error.pos} on"
+        case _:
+            return f"JSON of another shape: {type(error).__name__}"
 
 
 def _more(names: object) -> str:

@@ -149,6 +149,9 @@ def _check(c: ModelConfig) -> None:
     for name, want in _FIXED.items():
         if getattr(c, name) != want:
             raise ConfigError(f"{name} is {getattr(c, name)!r}; this engine runs {want!r}")
+    for name in ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+        if getattr(c.rope, name) <= 0:
+            raise ConfigError(f"{name} of the rotary embedding is {getattr(c.rope, name)}; it must be positive")
     if c.qk_rope_head_dim % 2:
         raise ConfigError(f"qk_rope_head_dim is {c.qk_rope_head_dim}; rotary channels come in pairs")
     for token in c.eos_token_id:

@@ -276,6 +276,7 @@ _FIXED = {
     "tie_word_embeddings": False,
     "attention_bias": False,
 }
+_MOST = {"hc_sinkhorn_iters": 1000, "hc_mult": 64}  # far above any trained model; more would only hang the first step
 SUPPORTED_RATIOS = (0, 1, 2)
 
 
@@ -283,6 +284,12 @@ def _check(c: ModelConfig) -> None:
     for name in _POSITIVE:
         if getattr(c, name) <= 0:
             raise ConfigError(f"{name} is {getattr(c, name)}; it must be positive")
+    for name, most in _MOST.items():
+        if getattr(c, name) > most:
+            raise ConfigError(f"{name} is {getattr(c, name)}; at most {most} make sense")
+    for name in names(RopeScaling):
+        if getattr(c.rope_scaling, name) <= 0:
+            raise ConfigError(f"rope_scaling.{name} is {getattr(c.rope_scaling, name)}; it must be positive")
     for name, want in _FIXED.items():
         if getattr(c, name) != want:
             raise ConfigError(f"{name} is {getattr(c, name)!r}; V4.1 has {want!r}")

@@ -1,0 +1,35 @@
+"""What `headrace doctor` says of kernels; the other checks are seen at a running system (tests/system/test_cli_system.py)."""
+
+import subprocess
+
+import pytest
+
+from headrace.cli import doctor
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_without_a_gpu_kernels_are_not_a_problem():
+    found = doctor.kernels()
+    assert found.level == "ok" and "no CUDA device" in found.text
+
+
+def test_a_kernel_that_fails_is_named():
+    rows = [
+        {"op": "mhc", "case": "a", "first_seconds": 2.0, "second_seconds": 0.001},
+        {"op": "topk", "case": "b", "error": "CompilationError: no such dtype"},
+    ]
+    found = doctor.warmed({"cache": "/tmp/c", "kernels": rows})
+    assert found.level == "problem" and "1 of 2 fail; the first: topk: CompilationError" in found.text and found.way_out
+    found = doctor.warmed({"cache": "/tmp/c", "kernels": rows[:1]})
+    assert found.level == "ok" and "1 warmed in 2.0 s, the slowest warm call 1.0 ms; cache /tmp/c" in found.text
+
+
+def test_a_warm_up_without_end_is_given_up(monkeypatch):
+    def late(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", late)
+    found = doctor.kernels()
+    assert found.level == "note" and "run it again" in found.way_out
