@@ -8,18 +8,21 @@ for bit.
 """
 
 import json
-import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 
 from headrace.engine.batch import Segment
 from headrace.engine.cache import KVPool
 from headrace.engine.loader import load_model
-from headrace.engine.make_checkpoint import PRESETS, config_json, small_tokenizer_json
+from headrace.engine.make_checkpoint import PRESETS, small_tokenizer_json
 from headrace.kernels import quantize as ours
+
+sys.path.insert(0, str(Path(__file__).parent))  # the oracle is shared
+from nemo_oracle import build_oracle
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]  # transformers and NeMo warn a lot
 
@@ -27,13 +30,6 @@ TOLERANCE = 2e-5  # max|a - b| / max|b| of a logits tensor
 # No engram, engram; w16 has every kind of layer, both ratios and candidates. Contexts are longer than window, top-k
 # and candidates.
 TOKENS = 183
-VISION = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_image_tokens": 64,
-}
 
 
 @pytest.fixture(scope="module")
@@ -61,38 +57,6 @@ def pair(request, nemo, tmp_path_factory):
     (path / "config.json").write_text(json.dumps(data))
     (path / "tokenizer.json").write_text(json.dumps(small_tokenizer_json()))
     return oracle, load_model(path, kv_store="fp32", numerics="exact")
-
-
-def build_oracle(text):
-    from nemo_automodel.components.models.common import BackendConfig
-    from nemo_automodel.components.models.deepseek_v41 import attention
-    from nemo_automodel.components.models.deepseek_v41.config import DeepseekV41Config
-    from nemo_automodel.components.models.deepseek_v41.model import DeepseekV41ForCausalLM
-    from transformers import PreTrainedTokenizerFast
-
-    attention.quantize_cache = lambda values, **_: values
-    tokenizer = Tokenizer.from_str(json.dumps(small_tokenizer_json()))
-    data = config_json(text, tokenizer) | {"vision_config": VISION}
-    del data["quantization_config"]  # plain weights
-    config = DeepseekV41Config(**{key: value for key, value in data.items() if key != "model_type"})
-    backend = BackendConfig(
-        attn="eager", linear="torch", rms_norm="torch_fp32", experts="torch", dispatcher="torch", rope_fusion=False,
-        gate_precision="float32", enable_hf_state_dict_adapter=True,
-    )  # fmt: skip
-    model = DeepseekV41ForCausalLM(
-        config, backend=backend, tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    )
-    model.initialize_weights(dtype=torch.float32)
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for value in (*model.parameters(), *model.buffers()):
-            if not value.is_floating_point() or value.numel() == 1:
-                continue
-            if value.std() == 0:  # norms, sinks, biases, bases, scales
-                value.add_(0.3 * torch.randn_like(value))
-            else:
-                value.normal_(0, 1 / math.sqrt(value.shape[-1]))
-    return model.eval(), data
 
 
 def tokens(seed, count=TOKENS):

@@ -12,7 +12,7 @@ from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
 from headrace.cli.supervisor import die_with_parent
 
-PRESETS = ("nano", "tiny", "w16")
+PRESETS = ("nano", "nano-vision", "tiny", "w16")
 MAKE_TIMEOUT = 300.0  # seconds
 
 

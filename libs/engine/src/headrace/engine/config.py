@@ -86,7 +86,9 @@ def _typed(name: str, annotation: str, value: Any) -> Any:
         raise ConfigError(f"{name} is {value!r}, not an integer")
     if annotation == "int | None" and not (integer or value is None):
         raise ConfigError(f"{name} is {value!r}, not an integer or null")
-    if annotation == "float":
+    if annotation == "float | None" and value is None:
+        return None
+    if annotation in ("float", "float | None"):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ConfigError(f"{name} is {value!r}, not a finite number")
         return float(value)

@@ -76,17 +76,26 @@ PRESETS["w16-draft"] = PRESETS["w16"] | {
     "dspark_block_size": 5, "dspark_noise_token_id": 259, "dspark_target_layer_ids": [3, 6, 7],
     "dspark_markov_rank": 16, "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 2,
 }  # fmt: skip
+PRESETS["nano-vision"] = PRESETS["nano"]
+# vision_config of the presets that see: images of 12 to 64 tokens.
+VISION: dict[str, dict[str, Any]] = {
+    "nano-vision": {
+        "model_type": "deepseek_v41_vision", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+        "intermediate_size": 128, "patch_size": 14, "rope_theta": 10000.0, "downsample_ratio": 3, "max_image_tokens": 64,
+        "min_pixels": 7056, "max_wh_ratio": None,
+    },
+}  # fmt: skip
 
 
 def make_checkpoint(preset: str, seed: int, out: str | Path, *, tokenizer_json: dict[str, Any] | None = None) -> Path:
-    """Write a random checkpoint of a preset ("nano", "tiny", "w16", "w16-draft") and return its directory.
+    """Write a random checkpoint of a preset ("nano", "nano-vision", "tiny", "w16", "w16-draft") and return its directory.
 
     `tokenizer_json`: a decoded tokenizer.json; default is `small_tokenizer_json()`, one token per byte and V4.1's
     control tokens. Equal arguments give equal files.
     """
     if preset not in PRESETS:
         raise ValueError(f"no preset {preset!r}; choose one of {', '.join(PRESETS)}")
-    return write_checkpoint(PRESETS[preset], seed, out, tokenizer_json=tokenizer_json)
+    return write_checkpoint(PRESETS[preset], seed, out, tokenizer_json=tokenizer_json, vision=VISION.get(preset))
 
 
 def write_checkpoint(
@@ -269,4 +278,4 @@ def small_tokenizer_json() -> dict[str, Any]:
     return json.loads(tokenizer.to_str())
 
 
-__all__ = ["PRESETS", "make_checkpoint", "save_checkpoint", "small_tokenizer_json", "write_checkpoint"]
+__all__ = ["PRESETS", "VISION", "make_checkpoint", "save_checkpoint", "small_tokenizer_json", "write_checkpoint"]

@@ -25,7 +25,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """DeepSeek-ViT. Only its tensor shapes are used until the vision service exists."""
+    """DeepSeek-ViT and its aligner (`models/vision`)."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -36,6 +36,7 @@ class VisionConfig:
     downsample_ratio: int = 3
     max_image_tokens: int = 1024
     min_pixels: int = 295936
+    max_wh_ratio: float | None = None  # wider images are squeezed to this ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,7 @@ _FLAT_VISION = {
     "vision_downsample_ratio": "downsample_ratio",
     "vision_max_n_token": "max_image_tokens",
     "vision_min_pixels": "min_pixels",
+    "vision_max_wh_ratio": "max_wh_ratio",
 }
 
 
@@ -296,6 +298,8 @@ def _check(c: ModelConfig) -> None:
     _check_dimensions(c)
     _check_schedule(c)
     _check_engram(c)
+    if c.vision is not None:
+        _check_vision(c.vision)
     if c.num_nextn_predict_layers and not c.dspark_target_layer_ids:
         raise ConfigError(
             f"num_nextn_predict_layers is {c.num_nextn_predict_layers} but dspark_target_layer_ids is empty"
@@ -403,3 +407,17 @@ def _check_engram(c: ModelConfig) -> None:
         raise ConfigError(f"engram_head_dim is {c.engram_head_dim}; table rows are scaled in groups of 32")
     if not 0 <= c.engram_pad_token_id < c.vocab_size:
         raise ConfigError(f"engram_pad_token_id {c.engram_pad_token_id} lies outside vocab_size {c.vocab_size}")
+
+
+def _check_vision(v: VisionConfig) -> None:
+    for name in names(VisionConfig):
+        value = getattr(v, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"vision_config.{name} is {value}; it must be positive")
+    if v.hidden_size % (4 * v.num_attention_heads):
+        raise ConfigError(
+            f"vision_config.hidden_size {v.hidden_size} must be a multiple of 4 x num_attention_heads "
+            f"({4 * v.num_attention_heads}): a quarter of a head's channels turns with the row, a quarter with the column"
+        )
+    if v.max_image_tokens < 4:
+        raise ConfigError(f"vision_config.max_image_tokens is {v.max_image_tokens}; the smallest image has 4 tokens")
