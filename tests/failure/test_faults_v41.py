@@ -1,4 +1,6 @@
-"""Killed workers and cancels under the real engine: no answer is ever a wrong one, and the memory comes back."""
+"""Killed workers and cancels under the real engine: no answer is ever a wrong one, and the memory comes back.
+
+An error is allowed to those only that ran on a killed worker, however fast or slow the machine is."""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from headrace.engine.make_checkpoint import make_checkpoint
 from headrace.worker.testing import Cluster
 
 ENGINE = ("--numerics", "exact", "--batch-invariant", "--threads", "1", "--num-blocks", "128", "--max-num-seqs", "8")
-COUNT = 36
+COUNT, CLIENTS = 36, 4
 
 
 @pytest.mark.slow
@@ -32,7 +34,8 @@ async def test_disturbed_requests_have_their_own_answer_or_an_error(tmp_path):
     async with Cluster(tmp_path) as cluster:
         decode = await cluster.start("decode", *flags, "--ticket-seconds", "1")
         prefill = await cluster.start("prefill", *flags)
-        todo, results, kills = list(range(COUNT)), {}, 0
+        first = [cluster.find(process).instance for process in (prefill, decode)]
+        todo, results, killed = list(range(COUNT)), {}, set()
 
         async def client() -> None:
             while todo:
@@ -43,24 +46,27 @@ async def test_disturbed_requests_have_their_own_answer_or_an_error(tmp_path):
                 )
 
         async def killer() -> None:
-            nonlocal decode, prefill, kills
+            nonlocal decode, prefill
             await cluster.until(lambda: asyncio.sleep(0), lambda _: len(todo) < COUNT - 8, 60.0)
+            killed.add(first[0])
             await asyncio.to_thread(prefill.kill)
             prefill = await cluster.start("prefill", *flags)
             await cluster.until(lambda: asyncio.sleep(0), lambda _: len(todo) < COUNT - 20, 60.0)
+            killed.add(first[1])
             await asyncio.to_thread(decode.kill)
             decode = await cluster.start("decode", *flags)
-            kills = 2
 
-        await asyncio.gather(killer(), *(client() for _ in range(4)))
-        assert kills == 2 and len(results) == COUNT
+        await asyncio.gather(killer(), *(client() for _ in range(CLIENTS)))
+        assert len(killed) == 2 and len(results) == COUNT
         ended = {"answer": 0, "cancelled": 0, "error": 0}
         for index, result in results.items():
             assert result.ids[0] == want[index][: len(result.ids[0])], "a wrong token"
             ended["answer" if result.ok else "cancelled" if result.cancelled else "error"] += 1
-            assert result.ok or result.cancelled or result.problem is not None
             assert not result.ok or result.ids[0] == want[index]
+            if not result.ok and not result.cancelled:
+                assert result.problem is not None
+                assert {result.prefill, result.decode} & killed, f"an error, and nobody had killed its workers: {result}"
         print(ended)
-        assert ended["answer"] >= COUNT // 2
+        assert ended["error"] <= len(killed) * CLIENTS, "each kill costs what ran there at most: others wait for the next one"
         await cluster.quiet(decode)
         await cluster.quiet(prefill)

@@ -119,7 +119,7 @@ async def test_peers_with_other_memory_are_refused_with_both_values():
         result = await cluster.gateway.generate(ids, m.Sampling(), hashes=hashes)
         assert result.problem.code.endswith("mismatch")
         assert "sim-b4096-s1024" in result.problem.message and "sim-b8192-s1024" in result.problem.message
-        assert result.ended < 1.0
+        assert result.ended < 10.0, "at once, not at its deadline of 30 s"
         wrong = await cluster.gateway.generate(ids, m.Sampling())  # hashed for decode's layout: prefill notices
         assert wrong.refused.code == "mismatch"
 
@@ -128,7 +128,7 @@ async def test_a_peer_with_another_checkpoint_is_refused_with_both_names():
     async with Cluster() as cluster:
         decode, _ = await asyncio.gather(cluster.start("decode", *SIM), cluster.start("prefill", *SIM, "--sim-model", "other"))
         result = await cluster.gateway.generate([1, 2, 3], m.Sampling())
-        assert result.problem.code.endswith("mismatch") and result.ended < 1.0
+        assert result.problem.code.endswith("mismatch") and result.ended < 10.0
         assert "'sim:other'" in result.problem.message and "'sim:sim'" in result.problem.message
         await cluster.quiet(decode)
 
@@ -164,9 +164,9 @@ async def test_a_gateways_requests_end_with_it():
         other.state = "stopped"  # so that it leaves without a word
         await other.stop()
         started = time.monotonic()
-        await cluster.quiet(decode)
-        await cluster.quiet(prefill)
-        assert time.monotonic() - started < 3.0
+        await cluster.quiet(decode, timeout=30.0)
+        await cluster.quiet(prefill, timeout=30.0)
+        assert time.monotonic() - started < 50.0, "they would run for 100 s"
 
 
 async def test_sigterm_drains():

@@ -278,7 +278,7 @@ async def cluster(nats, tokenizer, monkeypatch):
     made = Cluster(nats, tokenizer.encode_plain(TEXT))
     await made.add_decode()
     await made.add_prefill()
-    await made.start_gateway(command_seconds=0.3, queue_seconds=2.0, bus_grace_seconds=3.0)
+    await made.start_gateway(command_seconds=0.3, queue_seconds=2.0, worker_seconds=2.0, bus_grace_seconds=3.0)
     await made.ready()
     yield made
     await made.stop()

@@ -72,7 +72,7 @@ class Process:
             self.popen.send_signal(number)
 
     def kill(self, notice: bool = True) -> None:
-        """SIGKILL. With `notice` the gateway knows at once and sends nothing there any more."""
+        """SIGKILL, and wait for the end. With `notice` the gateway is told of it too."""
         self.signal(signal.SIGKILL)
         self.popen.wait(10)
         for presence in [p for p in self.peers.by_role(self.role, None) if p.name == self.name and notice]:
@@ -201,6 +201,9 @@ class Result:
     ended: float = 0.0
     gaps: int = 0
     died: str = ""  # the worker whose death ended it
+    prefill: str = ""  # instances that it was meant for
+    decode: str = ""
+    homeless: bool = False  # nobody took it: it can have no output, and may go elsewhere
 
     @property
     def ok(self) -> bool:
@@ -294,15 +297,19 @@ class TestGateway(Service):
     async def generate(
         self, ids: Sequence[int], sampling: m.Sampling | None = None, *, patience: float = 0.0, **options: Any
     ) -> Result:
-        """Run one request to its end; see `attempt` for the options. Workers that are busy or full are asked again for
-        `patience` seconds: waiting is the gateway's part."""
-        end = time.monotonic() + patience
+        """Run one request to its end; see `attempt` for the options. A pair that does not take it (busy, full, killed, not
+        there) is no end for `patience` seconds: waiting and asking elsewhere is the gateway's part."""
+        end, named = time.monotonic() + patience, bool(options.get("prefill") or options.get("decode"))
         while True:
+            for role in ("prefill", "decode"):  # one that was killed may be starting again
+                await self.peers.wait_for(role, timeout=max(10.0, end - time.monotonic()))
             result = await self.attempt(ids, sampling, **options)
             refused = result.refused
-            if refused is None or refused.code not in ("busy", "full") or time.monotonic() > end:
+            homeless = result.homeless and not any(result.ids) and not named
+            again = refused.code in ("busy", "full", "draining") if refused else homeless
+            if not again or time.monotonic() > end:
                 return result
-            await asyncio.sleep(min(max(refused.retry_after, 0.01), 0.1))
+            await asyncio.sleep(min(max(refused.retry_after if refused else 0.0, 0.01), 0.1))
 
     async def attempt(
         self,
@@ -325,12 +332,13 @@ class TestGateway(Service):
         decode = decode or random.choice(await self.peers.wait_for("decode")).instance
         presence = self.peers.get(decode)
         if presence is None:
-            return Result(request, problem=m.Problem(502, "gone", f"{decode} is not there"))
+            gone = m.Problem(502, "gone", f"{decode} is not there")
+            return Result(request, problem=gone, prefill=prefill, decode=decode, homeless=True)
         layout = presence.layout_id
         packed = array("I", ids).tobytes()
         if hashes is None:
             hashes = b"".join(BlockHasher(layout, namespace).hashes(packed))
-        result = Result(request)
+        result = Result(request, prefill=prefill, decode=decode, homeless=True)
         stream = self.streams[request] = _Stream(result, 0, sampling.n)
         stream.prefill, stream.decode = prefill, decode
         if self.probe:
@@ -348,10 +356,11 @@ class TestGateway(Service):
                 result.refused = accepted
                 await self._cancel(request, prefill, decode, "failed")
                 return result
+            result.homeless = False
             await self._collect(stream, deadline, cancel_after, cancel_at, reason)
             return result
         except BusError as error:
-            result.problem = m.Problem(502, type(error).__name__, str(error))
+            result.problem = result.problem or m.Problem(502, type(error).__name__, str(error))
             await self._cancel(request, prefill, decode, "failed")
             return result
         finally:

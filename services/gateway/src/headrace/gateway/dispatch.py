@@ -28,6 +28,7 @@ from .routing import Group, Router, Worker
 
 REMEMBERED = 8192  # cancelled attempts whose late output is no surprise
 RETRY_CODES = frozenset({"busy", "full", "draining", "mismatch", "unknown", "stale", "closed", "failed"})
+WAIT_CODES = frozenset({"closed", "draining", "stale"})  # of refusals: another worker, or the same one restarted, may take it
 CANCEL_TRIES = 3  # at least
 NUDGE_SECONDS = 0.25
 TICK_SECONDS = 0.05  # deadlines are noticed this much late
@@ -221,19 +222,19 @@ class Dispatcher:
         """Find a pair that takes the request and start it there. Raises GatewayError."""
         excluded: set[str] = set()
         refusal: m.Refused | None = None
+        nobody = 0.0  # since when no worker is there, or none that would take anything
         if self._waiting:  # others came first
             await self._wait(record)
         while not record.ended:
             group = record.group = self.router.group(record.group.model) or record.group
             pair = self.router.choose(group, record.hashes, len(record.ids), excluded)
             if pair is None:
-                if refusal is None:
-                    raise errors.no_workers(f"{'prefill' if group.decodes else 'decode'} worker for {group.model}")
-                if refusal.code == "closed":
-                    raise errors.no_workers(f"worker for {group.model}")
-                if refusal.code not in ("busy", "full"):
-                    raise errors.from_refusal(refusal, "workers")
-                await self._wait(record)
+                if refusal is not None and refusal.code in ("busy", "full"):
+                    nobody = 0.0
+                else:  # one that was killed or drained is replaced soon; a mismatch is not
+                    nobody = nobody or time.monotonic()
+                    self._check_patience(group, refusal, nobody)
+                await self._wait(record, nobody)
                 excluded, refusal = set(), None
                 continue
             record.attempt += 1
@@ -252,6 +253,14 @@ class Dispatcher:
                 self._leave_line(record)
                 self.capacity()  # where one found room, the next may too
                 return
+
+    def _check_patience(self, group: Group, refusal: m.Refused | None, nobody: float) -> None:
+        """Raises what the client is told when waiting is no use, or no worker has come since `nobody`."""
+        if refusal is not None and refusal.code not in WAIT_CODES:
+            raise errors.from_refusal(refusal, "workers")
+        if time.monotonic() - nobody >= self.settings.worker_seconds:
+            missing = "" if group.prefills and group.decodes else "prefill " if group.decodes else "decode "
+            raise errors.no_workers(f"{missing}worker for {group.model}", self.settings.worker_seconds)
 
     async def _try(self, record: Record, prefill: Worker, decode: Worker, excluded: set[str]) -> m.Refused | None:
         """One attempt at one pair: None when it runs, else what refused, which is then excluded."""
@@ -330,8 +339,9 @@ class Dispatcher:
 
     # ------------------------------------------------------------ waiting
 
-    async def _wait(self, record: Record) -> None:
-        """Wait in line for room at a worker. Raises GatewayError when it takes too long or the line is too long."""
+    async def _wait(self, record: Record, nobody: float = 0.0) -> None:
+        """Wait in line for room at a worker, or for one to come: nobody is there since `nobody`. Raises GatewayError when it
+        takes too long or the line is too long."""
         turn = record.turn = self._loop.create_future()
         if record.queued:  # it has been at the head of the line, and found no room
             self._trying -= 1
@@ -347,11 +357,13 @@ class Dispatcher:
             self._loop.call_soon(self.capacity)
         if self._nudge is None:
             self._nudge = self._loop.call_later(NUDGE_SECONDS, self._on_nudge)
+        until = nobody + self.settings.worker_seconds if nobody else record.queued + self.settings.queue_seconds
         try:
-            async with asyncio.timeout(min(record.queued + self.settings.queue_seconds - time.monotonic(), record.remaining())):
+            async with asyncio.timeout(min(until - time.monotonic(), record.remaining())):
                 await turn
         except TimeoutError:
-            raise errors.busy(f"no worker had room within {self.settings.queue_seconds:g} s") from None
+            if not nobody:
+                raise errors.busy(f"no worker had room within {self.settings.queue_seconds:g} s") from None
         finally:
             if turn in self._waiting:  # not called up: its time is over, or its client gone
                 self._waiting.remove(turn)

@@ -75,8 +75,9 @@ def unauthorized() -> GatewayError:
     )
 
 
-def no_workers(what: str) -> GatewayError:
-    return GatewayError(f"no {what} is ready; try again", status=503, code="no_workers", retry_after=1.0)
+def no_workers(what: str, waited: float = 0.0) -> GatewayError:
+    since = f", and none came within {waited:g} s" if waited else ""
+    return GatewayError(f"no {what} is ready{since}; try again", status=503, code="no_workers", retry_after=1.0)
 
 
 def busy(message: str, retry_after: float = 1.0) -> GatewayError:

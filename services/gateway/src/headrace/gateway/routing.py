@@ -19,7 +19,7 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import structlog
@@ -80,10 +80,14 @@ class Group:
 class Router:
     """`group(model)` then `choose(...)`; `loaded`, `sent`, `done`, `avoid` keep it honest."""
 
-    def __init__(self, bus: Bus, peers: Peers, on_capacity: Callable[[], None] = lambda: None):
-        self._bus, self._peers, self._on_capacity = bus, peers, on_capacity
+    def __init__(
+        self, bus: Bus, peers: Peers, on_capacity: Callable[[], None] = lambda: None, keep_seconds: float = 0.0
+    ):  # fmt: skip
+        """`keep_seconds`: a model whose last worker left is still known so long, for another one may come."""
+        self._bus, self._peers, self._on_capacity, self._keep_seconds = bus, peers, on_capacity, keep_seconds
         self.workers: dict[str, Worker] = {}
         self.groups: dict[str, Group] = {}  # model name -> the largest group that serves it
+        self._left: dict[str, float] = {}  # model without workers -> when it will be forgotten
         self.residency = Residency(bus, self._role_of)
         self._turn = itertools.count()
         peers.watch(self._on_presence)
@@ -207,7 +211,23 @@ class Router:
                     log.warning("workers of one model differ in layout or checkpoint; the smaller group is not used",
                                 model=model, used=layout_id, unused=other.layout_id)  # fmt: skip
                 groups[model] = group
-        self.groups = groups
+        self.groups = groups | self._kept(groups)
+
+    def _kept(self, groups: dict[str, Group]) -> dict[str, Group]:
+        """Models of which no worker is left, for a while."""
+        now, kept = time.monotonic(), {}
+        for model, group in self.groups.items():
+            if model in groups:
+                self._left.pop(model, None)
+                continue
+            if model not in self._left and self._keep_seconds:
+                self._left[model] = now + self._keep_seconds
+                asyncio.get_running_loop().call_later(self._keep_seconds + 0.01, self._regroup)
+            if self._left.get(model, now) > now:
+                kept[model] = replace(group, prefills=(), decodes=())
+            else:
+                self._left.pop(model, None)
+        return kept
 
 
 class Residency:

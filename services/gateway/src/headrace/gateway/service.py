@@ -48,7 +48,7 @@ class Gateway(Service):
         await super().start()
         self.responses = Responses(self.bus, self.instance, self.kept)
         self.peers = Peers(self.bus)
-        self.router = Router(self.bus, self.peers, lambda: self.dispatcher.capacity())
+        self.router = Router(self.bus, self.peers, lambda: self.dispatcher.capacity(), settings.worker_seconds)
         self.dispatcher = Dispatcher(self.bus, self.peers, self.instance, self.epoch, self.router, self.trace, settings)
         self.models = Models(settings, self.router, tokenizer)
         self.meters = Meters(self)
