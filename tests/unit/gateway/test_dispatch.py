@@ -14,7 +14,6 @@ from gateway_cluster import TEXT, chat, events, text_of
 from headrace.bus import messages as m
 from headrace.bus.testing import eventually
 
-
 SOON = 30.0  # seconds; far below the deadline of 600 s, and no matter how slow the machine is
 
 
