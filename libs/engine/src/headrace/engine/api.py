@@ -42,6 +42,12 @@ class EngineConfig:
     swap_bytes: int = 4 << 30  # host memory for sequences that were preempted
     chunk_tokens: Sequence[int] = ()  # upper bounds of a prompt's first, second ... chunk, then from the start again: (512,)
     model_name: str = "headrace"
+    speculative: str = "off"  # "dspark": the checkpoint's draft proposes tokens, which later steps verify
+    acceptance: str = "exact"  # "exact": the same tokens as without drafts; "standard": the same distribution
+    draft_budget: int | None = None  # drafts that a step verifies at most; None: as many as pay by the measured step times
+    draft_calibration: str = ""  # file of the confidence head's temperatures: {"temperatures": [one a draft position]}
+    confidence_normed: bool | None = None  # the confidence head reads the normed hidden vector; None: as config.json says
+    rollback_gate: float = 0.3  # a sequence with a larger share of rejected drafts in 3 steps running pauses; 1: never
 
     def check(self, keep_rows: int = 0) -> None:
         """ValueError names the field, its value and what it must be. keep_rows: of the model's cache (0 in class `exact`)."""
@@ -55,6 +61,13 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; one row of each of {self.max_num_seqs} sequences "
                 f"and a prompt's last {max(keep_rows, 1)} rows need {least}: raise it, or lower max_num_seqs"
             )
+        for name, choices in (("speculative", ("off", "dspark")), ("acceptance", ("exact", "standard"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose {' or '.join(map(repr, choices))}")
+        if self.draft_budget is not None and self.draft_budget < 0:
+            raise ValueError(f"draft_budget must be at least 0, or None; got {self.draft_budget}")
+        if not 0.0 <= self.rollback_gate <= 1.0:
+            raise ValueError(f"rollback_gate must be from 0 to 1; got {self.rollback_gate}")
         if any(size < 1 for size in self.chunk_tokens):
             raise ValueError(f"chunk_tokens must be at least 1 each; got {list(self.chunk_tokens)}")
 

@@ -6,7 +6,7 @@ window are the same thing with different lengths. Nothing here is a tensor; the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -52,3 +52,25 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] -> [R, vocab_size] fp32."""
+
+
+# (place in the block, logits fp32 [R, V]) -> chosen tokens int64 [R].
+Choose = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+class Drafts(Protocol):
+    tokens: torch.Tensor  # int64 [R, block]
+    logits: torch.Tensor  # fp32 [R, block, V]: with the sampler's temperature, the distributions that they were drawn from
+    confidence_logits: torch.Tensor  # fp32 [R, block]: of acceptance, if all before are accepted
+
+
+class DraftingModel(Model, Protocol):
+    """A family whose checkpoints may bring a draft."""
+
+    draft_block: int  # tokens that a draft step proposes; 0: this checkpoint has no draft
+
+    def draft(
+        self, slots: Sequence[int], anchors: Sequence[int], positions: Sequence[int], states: StatePool, choose: Choose
+    ) -> Drafts:
+        """Propose a block for each of R sequences: sequence r has just got token anchors[r] at positions[r], and `forward`
+        has run on all rows below. `choose` takes the tokens of one place, from left to right. Changes no state."""

@@ -60,6 +60,10 @@ class StatePool(Protocol):
     def unpack(self, slot: int, position: int, data: memoryview) -> None:
         """Inverse of `pack`. Raises ValueError when the data is not a state of this layout at this position."""
 
+    def rewind(self, slot: int, position: int) -> None:
+        """Rows from `position` on, a few of the newest, never were: drafts that were rejected. What is left is, bit for bit,
+        what it would be without them."""
+
     def copy(self, source: int, target: int) -> None:
         """Fork: `target` becomes equal to `source`."""
 

@@ -22,6 +22,8 @@ from .runner import Runner
 from .scheduler import Scheduler
 from .sequence import Plan, Result
 from .snapshots import HEADER_BYTES, Snapshot
+from .speculation import Costs, Options, Speculator, StepCurve, read_temperatures
+from .stepcurve import measure
 
 __all__ = ["EngineCore"]
 
@@ -39,9 +41,11 @@ class EngineCore:
         max_model_len = min(config.max_model_len or model.max_model_len, model.max_model_len, holds)
         self.config, self.pool = config, BlockPool(config.num_blocks)
         self.ledger = Ledger(spec, config, self.pool, max_model_len)
-        self.scheduler, self.postprocessor = Scheduler(self.ledger), Postprocessor(self.ledger, model.eos_token_ids)
+        self.runner = Runner(model, config.num_blocks, config.max_num_seqs, kv_buffer, config.acceptance)
+        self.speculator = _speculator(config, self.runner)
+        self.scheduler = Scheduler(self.ledger, self.speculator)
+        self.postprocessor = Postprocessor(self.ledger, model.eos_token_ids, self.speculator)
         self._clock = clock
-        self.runner = Runner(model, config.num_blocks, config.max_num_seqs, kv_buffer)
         self.info = api.EngineInfo(
             kind=getattr(model, "kind", "v41"),
             layout_id=spec.layout_id,
@@ -198,6 +202,7 @@ class EngineCore:
             "swapped_bytes": ledger.swapped_bytes,
             **ledger.counters,
             **self._meter.read(),
+            **(self.speculator.stats() if self.speculator else {}),
         }
 
     def _reservation(self, reservation: api.Reservation) -> list[int]:
@@ -210,6 +215,24 @@ class EngineCore:
         if len(ids) and not 0 <= min(ids) <= max(ids) < self.info.vocab_size:
             bad = next(i for i in ids if not 0 <= i < self.info.vocab_size)
             raise ValueError(f"token ids are from 0 to {self.info.vocab_size - 1}; got {bad}")
+
+
+def _speculator(config: api.EngineConfig, runner: Runner) -> Speculator | None:
+    """The policy of speculative decoding, with this machine's step times where it decides by them."""
+    if config.speculative == "off" or config.role == api.Role.PREFILL:
+        return None
+    model = runner.model
+    block = getattr(model, "draft_block", 0)
+    if not block:
+        raise ValueError(f"speculative is {config.speculative!r}, but this checkpoint has no draft; set it to 'off'")
+    temperatures = read_temperatures(config.draft_calibration, block) if config.draft_calibration else ()
+    if config.confidence_normed is not None:
+        model.set_confidence_normed(config.confidence_normed)
+    options = Options(block, config.draft_budget, temperatures, config.rollback_gate)
+    if config.draft_budget is not None:
+        return Speculator(options)
+    forward, draft = measure(runner, config.max_num_seqs, config.max_num_batched_tokens, block)
+    return Speculator(options, Costs(StepCurve(forward), StepCurve(draft)))
 
 
 class _Meter:
@@ -230,7 +253,7 @@ class _Meter:
         for name, seconds in result.seconds.items():
             self.add(name, seconds)
         took = result.seconds["execute"]
-        if plan.rows_planned > len(plan.rows):  # some row is a prompt's
+        if plan.rows_planned - plan.draft_rows > len(plan.rows):  # some row is a prompt's
             self._rows = 0.95 * self._rows + plan.rows_planned
             self._rows_seconds = 0.95 * self._rows_seconds + took
         elif plan.rows:

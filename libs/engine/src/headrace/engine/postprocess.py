@@ -10,17 +10,21 @@ from dataclasses import replace
 
 from . import api
 from .ledger import Ledger
-from .sequence import Chosen, Image, Plan, Restore, Result, Row, Sequence, Status
+from .sequence import Chosen, Draft, Image, Plan, Restore, Result, Row, Sample, Sequence, Status
 from .snapshots import encode
+from .speculation import Speculator
 
 
 class Postprocessor:
-    def __init__(self, ledger: Ledger, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, ledger: Ledger, eos_token_ids: tuple[int, ...], speculator: Speculator | None = None) -> None:
         self.ledger, self.spec, self.eos = ledger, ledger.spec, frozenset(eos_token_ids)
+        self.speculator = speculator
 
     def commit(self, plan: Plan, result: Result) -> list[api.Event]:
         """Carry out what the step came to. Returns the events of it, and of the time since the last one."""
         self._leave_step(plan)
+        if self.speculator is not None:
+            self.speculator.settle(plan, result, self.ledger.running)
         for restore in plan.restore:
             if restore.sequence in result.failed and restore.sequence.status is Status.RUNNING:
                 self._reject(restore, result.failed[restore.sequence])
@@ -29,14 +33,14 @@ class Postprocessor:
                 sequence.image, sequence.state = result.images[sequence], None
                 self.ledger.requeue(sequence)
         for index, row in enumerate(plan.rows):
-            if row.sequence.status is Status.RUNNING:
-                self._advance(row, result.packed.get(index), result.hidden.get(index))
+            if row.sequence.status is Status.RUNNING and not row.drafts:
+                self._advance(row, row.segment.stop, result.packed.get(index), result.hidden.get(index))
         for sequence in plan.fork:
             if sequence.status is Status.RUNNING:
                 self._fork(sequence, result.images[sequence])
         for sample, chosen in zip(plan.samples, result.tokens, strict=True):
-            if sample.sequence.status is Status.RUNNING and chosen is not None:
-                self._append(sample.sequence, chosen)
+            if sample.sequence.status is Status.RUNNING and chosen:
+                self._append(sample, plan, result, chosen)
         return self.ledger.take_events()
 
     def abort(self, plan: Plan | None, code: str, message: str) -> list[api.Event]:
@@ -64,13 +68,13 @@ class Postprocessor:
         self.ledger.snapshots.discard(restore.snapshot)
         self.ledger.requeue(restore.sequence)
 
-    def _advance(self, row: Row, packed: bytes | None, hidden: bytes | None) -> None:
-        """Rows are computed."""
-        sequence, stop = row.sequence, row.segment.stop
+    def _advance(self, row: Row, stop: int, packed: bytes | None, hidden: bytes | None) -> None:
+        """Rows below `stop` are computed, and hold the sequence's ids: of drafts, those that were accepted."""
+        sequence = row.sequence
         of_prompt = sequence.prefilling
         sequence.computed, sequence.hidden = stop, hidden or b""
         self.ledger.announce(sequence)
-        if row.snapshot:
+        if row.snapshot and stop == row.segment.stop:
             sequence.snapshot = (stop, encode(stop, min(sequence.decoder_floor, stop), packed))
         if not of_prompt:
             return
@@ -110,26 +114,35 @@ class Postprocessor:
         for choice in range(1, first.request.sampling.n):
             sibling = replace(
                 first, choice=choice, image=image, state=None, status=Status.WAITING, slot=-1, block_table=[],
-                ids=first.ids[: first.prompt_len], hashes=first.hashes[: first.announced],
+                ids=first.ids[: first.prompt_len], hashes=first.hashes[: first.announced], draft=Draft(),
             )  # fmt: skip
             self.ledger.enqueue(sibling)
 
-    def _append(self, sequence: Sequence, chosen: Chosen) -> None:
-        """A token is sampled: it joins the sequence, which may end by it."""
-        params, token, index = sequence.request.sampling, chosen.token, sequence.output_len
+    def _append(self, sample: Sample, plan: Plan, result: Result, chosen: list[Chosen]) -> None:
+        """Tokens are chosen: they join the sequence up to the first that ends it."""
+        sequence, index = sample.sequence, sample.sequence.output_len
         sequence.hidden, sequence.state = b"", None
-        sequence.ids.append(token)
-        self.ledger.counters["generated_tokens"] += 1
-        stopped = (token in self.eos and not params.ignore_eos) or token in params.stop_token_ids
-        shown = not (stopped and token in self.eos)
-        finish = "stop" if stopped else "length" if len(sequence.ids) >= sequence.max_len else ""
-        logprobs = [(token, chosen.logprob, chosen.top)] if shown and chosen.top is not None else None
-        self.ledger.events.append(
-            api.Tokens(
-                sequence.name, sequence.choice, index, [token] if shown else [], logprobs, finish, token if stopped else -1
-            )
-        )
+        kept, finish, stop_id = self._judge(sequence, chosen)
+        sequence.ids += [one.token for one in kept]
+        self.ledger.counters["generated_tokens"] += len(kept)
+        if sample.drafts:
+            row = plan.rows[sample.row]
+            self._advance(row, row.segment.start + len(kept), result.packed.get(sample.row), None)
+        shown = kept[:-1] if stop_id in self.eos else kept
+        logprobs = [(one.token, one.logprob, one.top) for one in shown if one.top is not None] or None
+        ids = [one.token for one in shown]
+        self.ledger.events.append(api.Tokens(sequence.name, sequence.choice, index, ids, logprobs, finish, stop_id))
         if finish:
             self.ledger.counters["finished"] += 1
             self._publish_snapshot(sequence)
             self.ledger.end(sequence)
+
+    def _judge(self, sequence: Sequence, chosen: list[Chosen]) -> tuple[list[Chosen], str, int]:
+        """(tokens up to the one that ends the output, how it ended or "", the id that stopped it or -1)."""
+        params, length = sequence.request.sampling, len(sequence.ids)
+        for count, one in enumerate(chosen, 1):
+            if (one.token in self.eos and not params.ignore_eos) or one.token in params.stop_token_ids:
+                return chosen[:count], "stop", one.token
+            if length + count >= sequence.max_len:
+                return chosen[:count], "length", -1
+        return chosen, "", -1

@@ -1,28 +1,32 @@
 """Carries out a plan: states in, rows through the model, states out, tokens chosen. Policy is the scheduler's.
 
-The only file between `Plan` (positions, slots, block numbers) and tensors. A step is five things in a fixed order:
+The only file between `Plan` (positions, slots, block numbers) and tensors. A step is these things in a fixed order:
 
-    save preempted sequences -> restore states and blocks -> forward -> pack states, hidden vectors -> logits and sample
+    save preempted sequences -> restore states and blocks -> forward -> logits, accept drafts, sample
+    -> forget rejected rows -> pack states and hidden vectors -> propose new drafts
 """
 
 from __future__ import annotations
 
 import time
 from array import array
+from dataclasses import replace
 
 import torch
 
 from .batch import Model
 from .cache import KVPool
-from .sampler import Draw, sample
-from .sequence import Image, Plan, Result, Sample, Sequence
+from .sampler import Draw, choose
+from .sequence import Chosen, Image, Plan, Proposal, Result, Sample, Sequence
+from .verify import Window, accept, drafting, window_draws
 
 
 class Runner:
     """Owns the model's memory. `execute` is the one method that runs in the model's thread."""
 
-    def __init__(self, model: Model, num_blocks: int, slots: int, kv_buffer=None) -> None:
-        self.model = model
+    def __init__(self, model: Model, num_blocks: int, slots: int, kv_buffer=None, acceptance: str = "exact") -> None:
+        self.model, self.acceptance = model, acceptance
+        self._drafted_from: dict[int, torch.Tensor] = {}  # slot -> logits fp32 [block, V] of its newest drafts (`standard`)
         self.kv = KVPool(model.spec, num_blocks, kv_buffer, device=str(getattr(model, "device", "cpu")))
         self.states = model.new_states(slots)
 
@@ -38,11 +42,15 @@ class Runner:
         if rows:
             segments = [row.segment for _, row in rows]
             hidden = self.model.forward(segments, self.kv, self.states)
-            wanted = [i for i, row in rows if row.segment.outputs]
-            place = {i: at for at, i in enumerate(wanted)}
+            at = 0
+            for i, row in rows:
+                place[i] = at  # of its first output
+                at += len(row.segment.outputs)
         clock.lap(result, "forward")
+        self._sample(plan, result, hidden, place, clock)
+        cut = self._forget_rejected(plan, result)
         for i, row in rows:
-            if row.pack:
+            if row.pack and i not in cut:
                 result.packed[i] = self.states.pack(row.segment.slot, row.segment.stop)
             if row.hidden:
                 result.hidden[i] = _to_bytes(hidden[place[i]])
@@ -50,7 +58,8 @@ class Runner:
             if sequence not in result.failed:
                 result.images[sequence] = self._save(sequence, sequence.prompt_len)
         clock.lap(result, "pack")
-        self._sample(plan, result, hidden, place, clock)
+        self._propose(plan, result)
+        clock.lap(result, "draft")
         return result
 
     # ------------------------------------------------------------ states and blocks
@@ -80,26 +89,72 @@ class Runner:
 
     def _sample(self, plan: Plan, result: Result, hidden: torch.Tensor | None, place: dict[int, int], clock: _Laps) -> None:
         """One batch for all: rows of this step and vectors handed over from another node go through the same logits call."""
-        result.tokens = [None] * len(plan.samples)
+        result.tokens = [[] for _ in plan.samples]
         wanted = [i for i, s in enumerate(plan.samples) if s.sequence not in result.failed]
         if not wanted:
             return
         samples = [plan.samples[i] for i in wanted]
         logits = self.model.logits(self._gather(samples, hidden, place))
         clock.lap(result, "logits")
-        draws = [_draw(s) for s in samples]
-        for i, chosen in zip(wanted, sample(logits, draws, self.model.eos_token_ids), strict=True):
+        windows = [self._window(s) for s in samples]
+        for i, chosen in zip(wanted, self.accept(logits, windows), strict=True):
             result.tokens[i] = chosen
         clock.lap(result, "sample")
 
+    def accept(self, logits: torch.Tensor, windows: list[Window]) -> list[list[Chosen]]:
+        """See `verify.accept`. (A benchmark may put a coin in its place.)"""
+        return accept(self.acceptance, logits, windows, self.model.eos_token_ids)
+
+    def _window(self, s: Sample) -> Window:
+        drawn_from = self._drafted_from[s.sequence.slot][: len(s.drafts)] if s.drafts and self._drafted_from else None
+        return Window(window_draws(_draw(s), s.drafts), s.drafts, drawn_from)
+
+    def _forget_rejected(self, plan: Plan, result: Result) -> set[int]:
+        """Rows behind the accepted drafts never were. Returns which of the plan's rows were cut."""
+        cut = set()
+        for s, chosen in zip(plan.samples, result.tokens, strict=True):
+            if s.drafts and len(chosen) <= len(s.drafts):
+                self.states.rewind(s.sequence.slot, s.position + len(chosen) - 1)
+                cut.add(s.row)
+        return cut
+
+    def _propose(self, plan: Plan, result: Result) -> None:
+        """A block of drafts behind the newest token of each sequence that is to have one."""
+        self._drafted_from, wanted = {}, set(plan.propose)
+        entries = [(s, c) for s, c in zip(plan.samples, result.tokens, strict=True) if c and s.sequence in wanted]
+        if not entries:
+            return
+        behind = [[one.token for one in chosen] for _, chosen in entries]
+        draws = [replace(_draw(s), more=more) for (s, _), more in zip(entries, behind, strict=True)]
+        draws = [replace(draw, purpose=drafting(self.acceptance, draw)) for draw in draws]
+
+        def take(place: int, logits: torch.Tensor) -> torch.Tensor:
+            here = [replace(draw, position=draw.position + len(draw.more)) for draw in draws]
+            tokens = choose(logits, here, self.model.eos_token_ids)
+            for more, token in zip(behind, tokens, strict=True):
+                more.append(token)
+            return torch.tensor(tokens, device=logits.device)
+
+        slots = [s.sequence.slot for s, _ in entries]
+        anchors = [chosen[-1].token for _, chosen in entries]
+        positions = [s.position + len(chosen) - 1 for s, chosen in entries]
+        drafts = self.model.draft(slots, anchors, positions, self.states, take)
+        tokens, confidence = drafts.tokens.tolist(), drafts.confidence_logits.tolist()
+        for row, (s, _) in enumerate(entries):
+            result.proposals[s.sequence] = Proposal(tokens[row], confidence[row])
+        if self.acceptance == "standard":
+            self._drafted_from = {slot: drafts.logits[row] for row, slot in enumerate(slots)}
+
     def _gather(self, samples: list[Sample], hidden: torch.Tensor | None, place: dict[int, int]) -> torch.Tensor:
-        """[len(samples), hidden_size] in the order of `samples`."""
-        if hidden is not None and [place.get(s.row) for s in samples] == list(range(len(hidden))):
-            return hidden
+        """[outputs of all samples, hidden_size] in the order of `samples`."""
+        rows = [range(place[s.row], place[s.row] + 1 + len(s.drafts)) if s.row is not None else None for s in samples]
+        if None not in rows:
+            wanted = [at for part in rows for at in part]
+            return hidden if wanted == list(range(len(hidden))) else hidden[wanted]
         parts = []
-        for s in samples:
-            parts.append(hidden[place[s.row]] if s.row is not None else self._from_bytes(s.sequence.hidden, hidden))
-        return torch.stack(parts)
+        for s, part in zip(samples, rows, strict=True):
+            parts.append(self._from_bytes(s.sequence.hidden, hidden)[None] if part is None else hidden[part.start : part.stop])
+        return torch.cat(parts)
 
     def _from_bytes(self, data: bytes, like: torch.Tensor | None) -> torch.Tensor:
         """A handed hidden vector in the compute dtype: fp32 holds every value of a narrower one, so nothing is lost."""

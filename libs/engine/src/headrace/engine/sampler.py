@@ -35,6 +35,8 @@ class Draw:
     position: int  # absolute, of the token that is chosen
     ids: Sequence[int]  # all tokens before it, prompt first
     prompt_len: int
+    more: Sequence[int] = ()  # ... and behind `ids`: drafts that are taken as given
+    purpose: rng.Purpose = rng.Purpose.SAMPLE
 
     @property
     def greedy(self) -> bool:
@@ -47,6 +49,13 @@ class Draw:
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> list[Chosen]:
     """logits [R, V] fp32, one row per draw. They are left unchanged."""
+    chosen = [Chosen(token) for token in choose(logits, draws, eos_token_ids)]
+    report(logits, draws, chosen)
+    return chosen
+
+
+def choose(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> list[int]:
+    """The tokens alone."""
     modified = _modify(logits, draws, eos_token_ids)
     tokens = [0] * len(draws)
     greedy = [i for i, draw in enumerate(draws) if draw.greedy]
@@ -59,10 +68,24 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[
         part = modified if len(rows) == len(draws) else modified[rows]
         for row, token in zip(rows, choose(part, [draws[i] for i in rows]), strict=True):
             tokens[row] = token
-    chosen = [Chosen(token) for token in tokens]
-    for few in _portions([i for i, draw in enumerate(draws) if draw.params.logprobs >= 0], logits):
-        _report(logits[few], [draws[i] for i in few], [chosen[i] for i in few])
-    return chosen
+    return tokens
+
+
+def probabilities(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> torch.Tensor:
+    """The distributions that `choose` draws from: fp64 [R, V]. No draw may be greedy."""
+    modified = _modify(logits, draws, eos_token_ids)
+    plain = [i for i, draw in enumerate(draws) if not draw.filtered]
+    filtered = [i for i, draw in enumerate(draws) if draw.filtered]
+    if not filtered:
+        return torch.softmax(_min_p(_scale(modified, draws), draws), dim=-1)
+    out = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
+    if plain:
+        few = [draws[i] for i in plain]
+        out[plain] = torch.softmax(_min_p(_scale(modified[plain], few), few), dim=-1)
+    for rows, index, scores in _cut(modified[filtered], [draws[i] for i in filtered]):
+        at = torch.tensor([filtered[row] for row in rows], device=logits.device)
+        out[at.unsqueeze(-1), index] = torch.softmax(scores, dim=-1)
+    return out
 
 
 def _portions(rows: list[int], logits: torch.Tensor) -> Iterator[list[int]]:
@@ -102,7 +125,7 @@ def _penalise(logits: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Ten
     """(ids seen so far, their new logits). Repetition counts prompt and output (Keskar et al. 2019: divide positive logits,
     multiply negative ones), presence and frequency only the output."""
     params = draw.params
-    ids = np.asarray(draw.ids, dtype=np.int64)
+    ids = np.asarray([*draw.ids, *draw.more] if draw.more else draw.ids, dtype=np.int64)
     seen, counts = np.unique(ids, return_counts=True)
     inside = seen < logits.shape[0]
     seen, counts = seen[inside], counts[inside]
@@ -140,23 +163,31 @@ def _draw(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def _draw_filtered(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Top-k and top-p over the most likely candidates; a row whose mass top_p is not among them gets the whole vocabulary."""
+    """Top-k and top-p."""
+    tokens = [0] * len(draws)
+    for rows, index, scores in _cut(logits, draws):
+        for row, token in zip(rows, _pick(index, scores, [draws[i] for i in rows]), strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def _cut(
+    logits: torch.Tensor, draws: Sequence[Draw]
+) -> Iterator[tuple[Sequence[int], torch.Tensor, torch.Tensor]]:
+    """(rows, candidates' ids [R, W], their scores [R, W]): the most likely ones; a row whose mass top_p is not among them
+    gets the whole vocabulary."""
     vocab = logits.shape[-1]
     width = min(vocab, max([CANDIDATES, *(draw.params.top_k for draw in draws)]))
     index, kept, whole = _candidates(logits, draws, width)
-    if width < vocab and not all(whole):
-        short = [i for i, done in enumerate(whole) if not done]
-        tokens = [0] * len(draws)
-        fits = [i for i, done in enumerate(whole) if done]
-        if fits:
-            for row, token in zip(fits, _pick(index[fits], kept[fits], [draws[i] for i in fits]), strict=True):
-                tokens[row] = token
-        few = [draws[i] for i in short]
-        index, kept, _ = _candidates(logits[short], few, vocab)
-        for row, token in zip(short, _pick(index, kept, few), strict=True):
-            tokens[row] = token
-        return tokens
-    return _pick(index, kept, draws)
+    if width == vocab or all(whole):
+        yield range(len(draws)), index, kept
+        return
+    fits = [i for i, done in enumerate(whole) if done]
+    if fits:
+        yield fits, index[fits], kept[fits]
+    short = [i for i, done in enumerate(whole) if not done]
+    index, kept, _ = _candidates(logits[short], [draws[i] for i in short], vocab)
+    yield short, index, kept
 
 
 def _candidates(
@@ -209,7 +240,7 @@ def _min_p(scores: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def _streams(draws: Sequence[Draw], device: torch.device) -> torch.Tensor:
-    keys = [rng.key(draw.params.seed, draw.choice, draw.position, rng.Purpose.SAMPLE) for draw in draws]
+    keys = [rng.key(draw.params.seed, draw.choice, draw.position, draw.purpose) for draw in draws]
     return rng.keys(keys, device).unsqueeze(-1)
 
 
@@ -218,6 +249,12 @@ def _column(values: Sequence[float], device: torch.device, dtype: torch.dtype = 
 
 
 # ---------------------------------------------------------------- what is told about it
+
+
+def report(logits: torch.Tensor, draws: Sequence[Draw], chosen: Sequence[Chosen]) -> None:
+    """Fill in the log-probabilities that the draws ask for. logits [R, V], one row per draw."""
+    for few in _portions([i for i, draw in enumerate(draws) if draw.params.logprobs >= 0], logits):
+        _report(logits[few], [draws[i] for i in few], [chosen[i] for i in few])
 
 
 def _report(logits: torch.Tensor, draws: Sequence[Draw], chosen: Sequence[Chosen]) -> None:

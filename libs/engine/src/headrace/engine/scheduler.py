@@ -1,8 +1,9 @@
 """Who runs which rows in the next step. Pure Python: no tensors, no model, no thread.
 
-Decodes first, one row each; then prompts that have begun; then the queue, strictly in order, while there are rows, slots and
-blocks. Order of service is (priority, arrival). A sequence that needs a block which nobody can give makes the last one behind
-it leave: its state and blocks are saved to host memory (`Image`) and it returns to the queue, to be resumed exactly there.
+Decodes first, one row each and the drafts that `speculation.py` lets them verify; then prompts that have begun; then the
+queue, strictly in order, while there are rows, slots and blocks. Order of service is (priority, arrival). A sequence that needs
+a block which nobody can give makes the last one behind it leave: its state and blocks are saved to host memory (`Image`) and it
+returns to the queue, to be resumed exactly there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from .batch import Segment
 from .ledger import Ledger
 from .sequence import Plan, Restore, Row, Sample, Sequence, Status
 from .snapshots import Snapshot
+from .speculation import Ready, Speculator
 
 LOOK_BACK = 3  # ids before a segment that a model may ask for (n-gram memory)
 
@@ -18,8 +20,8 @@ LOOK_BACK = 3  # ids before a segment that a model may ask for (n-gram memory)
 class Scheduler:
     """Policy over a ledger. `schedule` makes a plan; `Postprocessor.commit` must follow before the next one."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, ledger: Ledger, speculator: Speculator | None = None) -> None:
+        self.ledger, self.speculator = ledger, speculator
         self.spec, self.config, self.pool = ledger.spec, ledger.config, ledger.pool
         self.bounded = self.spec.numerics == "bounded"
 
@@ -30,22 +32,51 @@ class Scheduler:
         self._decodes(plan)
         self._prompts(plan)
         self._queue(plan)
+        if self.speculator is not None:
+            plan.propose = self.speculator.wants([sample.sequence for sample in plan.samples])
         touched = plan.sequences()
         for sequence in touched:
             sequence.in_step = True
         return plan if touched or self.ledger.events else None
 
     def _decodes(self, plan: Plan) -> None:
-        short = 0  # blocks that are wanted and will not come by the preemptions of this step
+        ready = self._growing(plan)
+        for sequence, drafts in zip(ready, self._drafts(ready), strict=True):
+            self._run(sequence, plan, drafts)
+
+    def _growing(self, plan: Plan) -> list[Sequence]:
+        """Sequences that have a block for their next row; others may have to leave for it."""
+        ready, short = [], 0  # blocks that are wanted and will not come by the preemptions of this step
         for sequence in list(self.ledger.running):
             if sequence.prefilling or sequence.status is not Status.RUNNING or sequence in plan.preempt:
                 continue
             if self._grow(sequence):
-                self._run(sequence, plan)
+                ready.append(sequence)
                 continue
             short += 1
             while short > 0 and (victim := self._last_behind(sequence, plan)):
                 short -= self._preempt(victim, plan)
+        return ready
+
+    def _drafts(self, ready: list[Sequence]) -> list[int]:
+        """How many drafts each verifies. A prompt's part of the step is left to it."""
+        if self.speculator is None:
+            return [0] * len(ready)
+        spare = self.config.max_num_batched_tokens - self.config.max_num_seqs - max(self.spec.keep_rows, 1)
+        return self.speculator.lengths([Ready(sequence, self._most_drafts(sequence)) for sequence in ready], max(0, spare))
+
+    def _most_drafts(self, sequence: Sequence) -> int:
+        """Drafts that may be verified: a token must be left to come behind them, and their rows need memory. A block is taken
+        for them only while none is missing elsewhere. None crosses the boundary where a snapshot is taken."""
+        most = min(len(sequence.draft.tokens), sequence.max_len - len(sequence.ids) - 1)
+        first, block = sequence.computed + 1, self.spec.block_tokens
+        if most <= 0:
+            return 0
+        if self.config.decode_snapshots and self.ledger.keeps_state:
+            return min(most, -first % block)
+        if first + most > len(sequence.block_table) * block and self.ledger.room(1):
+            sequence.block_table += self.pool.allocate(1) or ()
+        return min(most, len(sequence.block_table) * block - first)
 
     def _prompts(self, plan: Plan) -> None:
         for sequence in self.ledger.running:
@@ -70,8 +101,8 @@ class Scheduler:
 
     # ------------------------------------------------------------ a decode row
 
-    def _run(self, sequence: Sequence, plan: Plan) -> None:
-        """The one row of a sequence whose prompt is done, and the token after it."""
+    def _run(self, sequence: Sequence, plan: Plan, drafts: int = 0) -> None:
+        """The row of a sequence whose prompt is done, drafts to verify behind it, and the token after them."""
         if sequence.hidden:
             if sequence.state is not None:
                 plan.restore.append(Restore(sequence, sequence.prompt_len, sequence.state))
@@ -79,12 +110,17 @@ class Scheduler:
                 plan.fork.append(sequence)
             plan.samples.append(Sample(sequence, None, sequence.prompt_len))
             return
-        stop = sequence.computed + 1
+        first = sequence.computed + 1
+        stop, proposed = first + drafts, sequence.draft.tokens[:drafts]
         at_boundary = stop % self.spec.block_tokens == 0
         snapshot = at_boundary and self.config.decode_snapshots and self.ledger.keeps_state
-        plan.samples.append(Sample(sequence, len(plan.rows), stop))
-        plan.rows.append(Row(sequence, self._segment(sequence, stop, want=True), pack=snapshot, snapshot=snapshot))
-        plan.rows_planned += 1
+        plan.samples.append(Sample(sequence, len(plan.rows), first, proposed))
+        segment = self._segment(sequence, first, want=True)
+        if drafts:
+            segment.ids, segment.outputs = [*segment.ids, *proposed], range(first - 1, stop)
+        plan.rows.append(Row(sequence, segment, pack=snapshot, snapshot=snapshot, drafts=drafts))
+        plan.rows_planned += 1 + drafts
+        plan.draft_rows += drafts
 
     def _grow(self, sequence: Sequence) -> bool:
         """A block for the row at `computed`, if it has none yet."""

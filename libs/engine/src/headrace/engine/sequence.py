@@ -38,6 +38,17 @@ class Image:
         return len(self.state) + sum(map(len, self.blocks))
 
 
+@dataclass(slots=True)
+class Draft:
+    """What is proposed for a sequence's next positions, and how its drafts have fared. `speculation.py` writes it."""
+
+    tokens: list[int] = field(default_factory=list)  # for the positions from len(ids) on
+    survival: list[float] = field(default_factory=list)  # of each: the probability that it and all before it are accepted
+    older: list[float] = field(default_factory=list)  # the same of the block before: a budget is made from these
+    bad_steps: int = 0  # in a row, with more rejections than the gate lets pass
+    closed_until: int = 0  # the step in which drafting begins again
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     request: EngineRequest
@@ -64,6 +75,7 @@ class Sequence:
     state: bytes | None = None  # of a hand-off that no step has put into the slot yet
     image: Image | None = None
     snapshot: tuple[int, bytes] | None = None  # newest state at a block boundary of the output: (position, record)
+    draft: Draft = field(default_factory=Draft)
     in_step: bool = False  # named by the plan that is being executed
     dropped: bool = False  # ended while a step runs: its result is thrown away
 
@@ -105,27 +117,33 @@ class Row:
     pack: bool = False  # the packed state at segment.stop
     snapshot: bool = False  # ... is to be kept as a snapshot
     hidden: bool = False  # the last row's hidden vector as fp32 bytes
+    drafts: int = 0  # so many of its last rows are drafts: they count only if they are accepted
 
 
 @dataclass(slots=True)
 class Sample:
-    """A token to choose, from the last row of `row` or, where that is None, from the sequence's handed hidden vector."""
+    """Tokens to choose, from the outputs of `row` or, where that is None, from the sequence's handed hidden vector.
+
+    One token, or with drafts as many as are accepted and one more: drafts[i] is proposed for position + i."""
 
     sequence: Sequence
     row: int | None
-    position: int  # of the token that is chosen
+    position: int  # of the first token that is chosen
+    drafts: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Plan:
-    """One step. Carried out in this order: preempt, restore, rows, samples."""
+    """One step. Carried out in this order: preempt, restore, rows, samples, propose."""
 
     preempt: list[Sequence] = field(default_factory=list)  # save to host memory; slot and blocks are free after the step
     fork: list[Sequence] = field(default_factory=list)  # save, but keep running: an image for the other choices
     restore: list[Restore] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    propose: list[Sequence] = field(default_factory=list)  # draft behind the token that is chosen; each is in `samples`
     rows_planned: int = 0
+    draft_rows: int = 0  # of them
 
     def sequences(self) -> list[Sequence]:
         """Everyone whose memory this step touches, once."""
@@ -143,12 +161,21 @@ class Chosen:
 
 
 @dataclass(slots=True)
+class Proposal:
+    """A block of drafts: confidence[i] is the logit that tokens[i] is accepted if all before it are."""
+
+    tokens: list[int]
+    confidence: list[float]
+
+
+@dataclass(slots=True)
 class Result:
     """What a step gave. Lists are parallel to the plan's; `failed` names sequences whose state could not be restored."""
 
-    tokens: list[Chosen | None] = field(default_factory=list)
+    tokens: list[list[Chosen]] = field(default_factory=list)  # accepted drafts and one more each; empty: failed
     packed: dict[int, bytes] = field(default_factory=dict)  # index of a row -> state
     hidden: dict[int, bytes] = field(default_factory=dict)
     images: dict[Sequence, Image] = field(default_factory=dict)
     failed: dict[Sequence, str] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)  # where the time went: restore, prepare, forward, logits, sample
+    proposals: dict[Sequence, Proposal] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # restore, forward, logits, sample, pack, draft

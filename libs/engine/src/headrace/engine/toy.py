@@ -12,6 +12,10 @@ paths that should agree agree in all bits or not at all. Steps take microseconds
     e[t] = mix(d[t], sum of d[t-W+1 .. t])                   window layer 3 (decoder)
     hidden = e[t] as four 16-bit numbers;  logit v = 24 bits of mix(e[t], v)
 
+With a draft (`draft_block`), hidden has ids[t] too, and the token `_likely(ids[t])` gets a bonus, so that it often follows. The
+draft knows this rule, and sums of d over the WINDOW rows before its anchor, kept in a ring of its own: a lost or stale row
+changes what it proposes.
+
 Windows see nothing below window_floor, and d nothing below decoder_floor, so that an approximate replay really is one. Exact
 replay takes W - 1 rows for each of the three windows.
 """
@@ -20,14 +24,19 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from .batch import Segment
+from .batch import Choose, Segment
 from .cache import CacheSpec, KVPool, PagedGroup
 
 WINDOW = 4
+ROLLBACK = 8
+RING = WINDOW + ROLLBACK
+LAYERS = 4  # a, b, d, and the draft's d
+BONUS = 6.0  # logits go from 0 to 8
 EXACT_REPLAY = 3 * (WINDOW - 1)
 _HEADER = struct.Struct("<4sIQ")  # magic, position, sum over the rows (so that a damaged state is refused)
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -41,12 +50,12 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 
 class ToyStates:
-    """Per slot the last W - 1 values of a, b and d by absolute position: rows [slots, 3, W - 1], position p at p % (W - 1)."""
+    """Per slot the last values of each layer by absolute position: rows [slots, LAYERS, RING], position p at p % RING."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self.rows = np.zeros((slots, 3, WINDOW - 1), dtype=np.uint64)
-        self.at = np.full((slots, 3, WINDOW - 1), -1, dtype=np.int64)  # the position that each row holds
+        self.rows = np.zeros((slots, LAYERS, RING), dtype=np.uint64)
+        self.at = np.full((slots, LAYERS, RING), -1, dtype=np.int64)  # the position that each row holds
         self.next = [0] * slots
 
     def reset(self, slot: int) -> None:
@@ -56,9 +65,9 @@ class ToyStates:
     def pack(self, slot: int, position: int) -> bytes:
         assert self.next[slot] == position, f"slot {slot} is at {self.next[slot]}, not at {position}"
         rows, held = [], []
-        for p in range(position - WINDOW + 1, position):
-            held.append(self.at[slot, :, p % (WINDOW - 1)] == p)
-            rows.append(np.where(held[-1], self.rows[slot, :, p % (WINDOW - 1)], np.uint64(0)))
+        for p in range(position - WINDOW, position):
+            held.append(self.at[slot, :, p % RING] == p)
+            rows.append(np.where(held[-1], self.rows[slot, :, p % RING], np.uint64(0)))
         body = np.array(rows, dtype=np.uint64).tobytes() + np.array(held, dtype=np.uint8).tobytes()
         return _HEADER.pack(b"TOY1", position, sum(body)) + body
 
@@ -69,20 +78,32 @@ class ToyStates:
         body = bytes(data[_HEADER.size :])
         if magic != b"TOY1" or at != position or sum(body) != total:
             raise ValueError(f"not a toy state at position {position}: magic {magic!r}, position {at}")
-        rows = np.frombuffer(body, dtype=np.uint64, count=3 * (WINDOW - 1)).reshape(WINDOW - 1, 3)
-        held = np.frombuffer(body, dtype=np.uint8, offset=rows.nbytes).reshape(WINDOW - 1, 3)
+        rows = np.frombuffer(body, dtype=np.uint64, count=LAYERS * WINDOW).reshape(WINDOW, LAYERS)
+        held = np.frombuffer(body, dtype=np.uint8, offset=rows.nbytes).reshape(WINDOW, LAYERS)
         self.reset(slot)
         self.next[slot] = position
-        for i, p in enumerate(range(position - WINDOW + 1, position)):
-            self.rows[slot, :, p % (WINDOW - 1)] = rows[i]
-            self.at[slot, :, p % (WINDOW - 1)] = np.where(held[i], p, -1)
+        for i, p in enumerate(range(position - WINDOW, position)):
+            self.rows[slot, :, p % RING] = rows[i]
+            self.at[slot, :, p % RING] = np.where(held[i], p, -1)
+
+    def rewind(self, slot: int, position: int) -> None:
+        assert 0 <= self.next[slot] - position <= ROLLBACK
+        self.next[slot] = min(self.next[slot], position)
 
     def copy(self, source: int, target: int) -> None:
         self.rows[target], self.at[target], self.next[target] = self.rows[source], self.at[source], self.next[source]
 
 
 def state_bytes() -> int:
-    return _HEADER.size + (WINDOW - 1) * 3 * 9
+    return _HEADER.size + WINDOW * LAYERS * 9
+
+
+class ToyDrafts(NamedTuple):
+    """As `batch.Drafts`."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    confidence_logits: torch.Tensor
 
 
 class ToyModel:
@@ -90,7 +111,6 @@ class ToyModel:
 
     kind = "toy"
     dtype = torch.float32
-    hidden_size = 4
     checkpoint_digest = "toy"
 
     def __init__(
@@ -100,16 +120,18 @@ class ToyModel:
         vocab_size: int = 97,
         max_model_len: int = 4096,
         keep_rows: int = 6,
+        draft_block: int = 0,
     ) -> None:
         bounded = numerics == "bounded"
+        self.draft_block, self.hidden_size = draft_block, 5 if draft_block else 4
         self.spec = CacheSpec(
-            layout_id=f"toy-{numerics}-{block_tokens}",
+            layout_id=f"toy-{numerics}-{block_tokens}{'-draft' * (draft_block > 0)}",
             block_bytes=8 * block_tokens,
             groups=(PagedGroup("kv", 0, 0, 8, 1),),
             state_bytes=state_bytes(),
             numerics=numerics,
             keep_rows=keep_rows if bounded else 0,
-            replay_rows=keep_rows if bounded else EXACT_REPLAY,
+            replay_rows=keep_rows if bounded else EXACT_REPLAY + (draft_block > 0),
             block_tokens=block_tokens,
         )
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, (1,)
@@ -122,10 +144,42 @@ class ToyModel:
         return torch.stack(hidden) if hidden else torch.empty(0, self.hidden_size)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        parts = hidden.numpy().astype(np.uint64)  # [R, 4]
+        parts = hidden.numpy().astype(np.uint64)  # [R, hidden_size]
         value = parts[:, 0] | parts[:, 1] << np.uint64(16) | parts[:, 2] << np.uint64(32) | parts[:, 3] << np.uint64(48)
+        out = self._noise(value)
+        if self.draft_block:
+            out[np.arange(len(out)), self._likely(parts[:, 4])] += np.float32(BONUS)
+        return torch.from_numpy(out)
+
+    def draft(
+        self, slots: Sequence[int], anchors: Sequence[int], positions: Sequence[int], states: ToyStates, choose: Choose
+    ) -> ToyDrafts:
+        """See `batch.DraftingModel.draft`."""
+        seen = np.array([self._draft_window(states, *pair) for pair in zip(slots, positions, strict=True)], dtype=np.uint64)
+        previous, tokens, logits = np.array(anchors), [], []
+        rows = np.arange(len(anchors))
+        for place in range(self.draft_block):
+            here = self._noise(seen + np.uint64(place + 1))
+            here[rows, self._likely(previous)] += np.float32(BONUS)
+            logits.append(torch.from_numpy(here))
+            tokens.append(choose(place, logits[-1]))
+            previous = tokens[-1].numpy()
+        confidence = self._noise(seen + np.uint64(99))[:, : self.draft_block] - np.float32(2.0)
+        return ToyDrafts(torch.stack(tokens, 1), torch.stack(logits, 1), torch.from_numpy(confidence))
+
+    def _noise(self, value: np.ndarray) -> np.ndarray:
+        """u64 [R] -> fp32 [R, vocab_size], from 0 to 8."""
         noise = _mix(value[:, None] + np.arange(1, self.vocab_size + 1, dtype=np.uint64) * _ODD) >> np.uint64(40)
-        return torch.from_numpy(noise.astype(np.float32) * np.float32(8.0 / (1 << 24)))
+        return noise.astype(np.float32) * np.float32(8.0 / (1 << 24))
+
+    def _likely(self, ids: np.ndarray) -> np.ndarray:
+        return (ids.astype(np.int64) * 31 + 7) % self.vocab_size
+
+    @staticmethod
+    def _draft_window(states: ToyStates, slot: int, position: int) -> int:
+        assert states.next[slot] == position, f"slot {slot} is at {states.next[slot]}; the draft begins at {position}"
+        places = [p % RING for p in range(max(0, position - WINDOW), position) if states.at[slot, 3, p % RING] == p]
+        return sum(int(states.rows[slot, 3, place]) for place in places) & (1 << 64) - 1
 
     def _segment(self, segment: Segment, kv: KVPool, states: ToyStates) -> list[torch.Tensor]:
         slot, start, stop = segment.slot, segment.start, segment.stop
@@ -154,8 +208,10 @@ class ToyModel:
                     d = _mix(c + _mix(everything))
                     e = _mix(d + _mix(d + self._window(states, slot, 2, t, max(segment.window_floor, segment.decoder_floor))))
                     self._store(states, slot, 2, t, d)
+                    self._store(states, slot, 3, t, d)
                     if t in segment.outputs:
-                        out.append(torch.tensor([int(e) >> s & 0xFFFF for s in (0, 16, 32, 48)], dtype=torch.float32))
+                        parts = [int(e) >> s & 0xFFFF for s in (0, 16, 32, 48)] + [int(ids[back + i])] * (self.hidden_size - 4)
+                        out.append(torch.tensor(parts, dtype=torch.float32))
                 else:
                     assert t not in segment.outputs, "a row below decoder_floor has no output"
         states.next[slot] = stop
@@ -164,9 +220,9 @@ class ToyModel:
     def _window(self, states: ToyStates, slot: int, layer: int, t: int, floor: int) -> np.uint64:
         """Sum over the visible rows before t."""
         positions = range(max(floor, t - WINDOW + 1, 0), t)
-        visible = [p for p in positions if states.at[slot, layer, p % (WINDOW - 1)] == p]
-        return np.uint64(sum(int(states.rows[slot, layer, p % (WINDOW - 1)]) for p in visible) & (1 << 64) - 1)
+        visible = [p for p in positions if states.at[slot, layer, p % RING] == p]
+        return np.uint64(sum(int(states.rows[slot, layer, p % RING]) for p in visible) & (1 << 64) - 1)
 
     def _store(self, states: ToyStates, slot: int, layer: int, t: int, value: np.uint64) -> None:
-        states.rows[slot, layer, t % (WINDOW - 1)] = value
-        states.at[slot, layer, t % (WINDOW - 1)] = t
+        states.rows[slot, layer, t % RING] = value
+        states.at[slot, layer, t % RING] = t

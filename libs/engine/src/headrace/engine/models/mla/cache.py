@@ -131,6 +131,9 @@ class StatePool:
     def reset(self, slot: int) -> None:
         self.next[slot] = 0
 
+    def rewind(self, slot: int, position: int) -> None:
+        self.next[slot] = min(self.next[slot], position)
+
     def pack(self, slot: int, position: int) -> bytes:
         if self.next[slot] < position:
             raise ValueError(f"slot {slot} is at position {self.next[slot]}, not yet at {position}")

@@ -334,6 +334,15 @@ class V41StatePool:
         self.next[phase][slot] = stop
         return self.first[phase][slot]
 
+    def rewind(self, slot: int, position: int) -> None:
+        """Rings keep more rows than a window, so what the rejected rows overwrote is older than anybody at `position` looks.
+        ValueError when that is not so."""
+        back = self.next[ENCODER][slot] - position
+        if back > min(self.ring - self.window, self.pending_ring - 2):
+            raise ValueError(f"slot {slot} cannot step back {back} rows to {position}: its ring has {self.ring} rows")
+        for phase in PHASES:
+            self.next[phase][slot] = min(self.next[phase][slot], position)
+
     def first_draft(self, slot: int, position: int) -> int:
         """The oldest position whose main KV a block at `position` may see. ValueError when the slot cannot draft there:
         rows before it are missing, or were overwritten by more than a rollback's."""

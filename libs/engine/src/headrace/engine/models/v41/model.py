@@ -140,6 +140,15 @@ class V41Model(nn.Module):
         for stage, kv in zip(self.mtp, main_kv(self.mtp, ordered, phases), strict=True):
             shared.store_window(stage.attn.layer, kv[: shared.rows.count])
 
+    @property
+    def draft_block(self) -> int:
+        """Tokens that a draft step proposes; 0: the checkpoint has no draft."""
+        return self.config.dspark_block_size if self.mtp else 0
+
+    def set_confidence_normed(self, normed: bool) -> None:
+        """Which hidden vector the draft's confidence head reads, instead of what config.json says."""
+        self.mtp[-1].confidence_head.normed = normed
+
     @torch.inference_mode()
     def draft(
         self,

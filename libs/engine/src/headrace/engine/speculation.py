@@ -1,0 +1,298 @@
+"""How many drafts a step verifies, and when drafting pays. Policy in pure Python: no tensors, no model.
+
+A draft that is verified costs one row of the step and saves a step of its sequence if it stands. With a(r, j) the probability
+that the first j drafts of sequence r all stand, a step of B rows gives tau = sum over r of (1 + a(r, 1) + ... + a(r, l_r))
+tokens; lengths l_r are chosen to make tau / seconds(B) large (DSpark, algorithm 1).
+
+Which drafts are verified must not depend on what they say, or the output's distribution is bent: l_r >= j may depend on the
+drafts before j only. a(r, j) does (the confidence head reads the token before). So:
+  * the budget, how many drafts in all, is made from the blocks of the step before, whose tokens are settled, by looking at all
+    budgets; where there are none it is made from the new ones, admitting the best first and stopping at the first that does not
+    help, so that no draft is admitted or refused for the sake of one behind it;
+  * the budget is handed out to the new blocks by a(r, j), highest first; a(r, j + 1) <= a(r, j) keeps prefixes whole.
+
+Three things stop drafting: a sequence whose drafts keep failing (the gate), a batch so large that drafting costs more than it
+brings (`pays`), and `max_tokens`. All of them look at the past only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+
+from . import sequence as seq
+
+GATE_STEPS = 3  # in a row with too many rejections: the gate closes
+CLOSED_STEPS = 32  # ... for so many steps
+PROBE_STEPS = 64  # without a verified draft: then one of each sequence is, to learn whether times have changed
+SLOW, LOCAL = 0.05, 0.2  # weight of a new value in averages; ... in the points next to a measurement
+COUNTS = ("drafted", "verified", "accepted", "pruned")  # by position in a block; pruned: drafted, not verified
+
+Seconds = Callable[[int], float]  # rows of a step -> its seconds
+
+
+# ---------------------------------------------------------------- choosing lengths
+
+
+def best_budget(survival: Sequence[Sequence[float]], rows: int, seconds: Seconds, most: int, early_stop: bool) -> int:
+    """The number of drafts, at most `most`, that makes tokens per second largest for `rows` sequences. With `early_stop` the
+    first draft that does not help ends the search; without, all numbers are looked at and the smallest best one is taken."""
+    ranked = sorted((a for block in survival for a in block), reverse=True)[:most]
+    tau, best, at = float(rows), rows / seconds(rows), 0
+    for count, a in enumerate(ranked, 1):
+        tau += a
+        rate = tau / seconds(rows + count)
+        if rate > best:
+            best, at = rate, count
+        elif early_stop:
+            break
+    return at
+
+
+def top_lengths(survival: Sequence[Sequence[float]], budget: int) -> list[int]:
+    """Hand `budget` rows to the likeliest drafts. Ties: the lower position in its block, then the earlier sequence."""
+    ranked = sorted((-a, place, i) for i, block in enumerate(survival) for place, a in enumerate(block))
+    lengths = [0] * len(survival)
+    for _, _, i in ranked[:budget]:
+        lengths[i] += 1
+    return lengths
+
+
+def survival_of(confidence: Sequence[float], temperatures: Sequence[float]) -> list[float]:
+    """Confidence logits -> probabilities that a draft and all before it are accepted, after sequential temperature scaling."""
+    single = (1.0 / (1.0 + math.exp(-max(-60.0, min(60.0, z / t)))) for z, t in zip(confidence, temperatures, strict=False))
+    return list(accumulate(single, mul))
+
+
+def read_temperatures(path: str | Path, block: int) -> list[float]:
+    """The table {"temperatures": [one a draft position], ...} of a calibration. ValueError names what is wrong."""
+    try:
+        data = json.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"draft_calibration {path}: {error}") from None
+    values = data.get("temperatures") if isinstance(data, dict) else None
+    if not isinstance(values, list) or not all(isinstance(v, (int, float)) and 0 < v < math.inf for v in values):
+        raise ValueError(f'draft_calibration {path} must be {{"temperatures": [positive numbers]}}; got {values!r}')
+    if len(values) != block:
+        raise ValueError(f"draft_calibration {path} has {len(values)} temperatures; this draft's block has {block} tokens")
+    return [float(v) for v in values]
+
+
+# ---------------------------------------------------------------- what a step costs
+
+
+class StepCurve:
+    """Seconds of something by its size, from measured points: straight lines between them, corrected while running.
+
+    A measurement moves the whole curve a little (a machine that is slower today) and its two neighbours more (longer
+    contexts at that size)."""
+
+    def __init__(self, points: Mapping[int, float]) -> None:
+        if not points or min(points) < 1 or min(points.values()) <= 0:
+            raise ValueError(f"a curve needs points with sizes from 1 and seconds above 0; got {dict(points)}")
+        self.sizes, self.values = map(list, zip(*sorted(points.items()), strict=True))
+
+    def __call__(self, size: int) -> float:
+        right, share = self._place(size)
+        left_value, value = self.values[right - 1], self.values[right]
+        if share > 1:  # behind the last point its line goes on, rising
+            return value + (share - 1) * max(value - left_value, 0.0)
+        return left_value + share * (value - left_value)
+
+    def observe(self, size: int, seconds: float) -> None:
+        error = seconds / self(size)
+        self.values = [value * error**SLOW for value in self.values]
+        right, share = self._place(size)
+        for at, weight in ((right, share), (right - 1, 1 - share)):
+            self.values[at] *= error ** (LOCAL * max(0.0, min(weight, 1.0)))
+
+    def _place(self, size: int) -> tuple[int, float]:
+        """The point to the right of a size (or the last one), and how far it has come towards it from the one before."""
+        right = min(bisect_left(self.sizes, size), len(self.sizes) - 1)
+        if right == 0:
+            return 0, 1.0
+        left = self.sizes[right - 1]
+        return right, (size - left) / (self.sizes[right] - left)
+
+
+@dataclass(slots=True)
+class Costs:
+    """What a step takes apart: the forward pass and logits by rows, a draft by sequences, and the rest."""
+
+    forward: StepCurve
+    draft: StepCurve
+    rest: float = 0.0  # seconds of everything else, averaged
+
+    def step(self, sequences: int, draft: bool) -> Seconds:
+        """Rows -> seconds of a step of so many sequences, with or without a draft behind it."""
+        fixed = self.rest + (self.draft(sequences) if draft else 0.0)
+        return lambda rows: self.forward(rows) + fixed
+
+    def observe(self, rows: int, drafted: int, seconds: Mapping[str, float]) -> None:
+        """A step that only decoded. seconds: as in `Result`."""
+        self.forward.observe(rows, seconds["forward"] + seconds["logits"])
+        if drafted:
+            self.draft.observe(drafted, seconds["draft"])
+        rest = sum(seconds[name] for name in ("restore", "sample", "pack"))
+        self.rest += SLOW * (rest - self.rest) if self.rest else rest
+
+
+# ---------------------------------------------------------------- the policy
+
+
+@dataclass(slots=True)
+class Options:
+    block: int  # drafts that the model proposes at a time
+    budget: int | None = None  # drafts that a step verifies at most; None: what the costs say
+    temperatures: Sequence[float] = ()  # of sequential calibration, one a position; none: 1
+    gate: float = 0.3  # a step that rejects more of a sequence's drafts than this is a bad one
+
+
+@dataclass(slots=True)
+class Ready:
+    """A sequence about to decode, and how many drafts it could verify at most."""
+
+    sequence: seq.Sequence
+    most: int
+
+
+@dataclass(slots=True)
+class Speculator:
+    """Policy and statistics of one engine. `lengths` and `wants` before a step, `settle` behind it."""
+
+    options: Options
+    costs: Costs | None = None  # needed without a fixed budget
+    step: int = 0
+    counts: dict[str, list[int]] = field(init=False)
+    tokens: int = 0  # chosen in steps that verified drafts
+    windows: int = 0  # sequences' steps that verified drafts
+    gated: int = 0  # times that the gate closed
+    typical: list[float] = field(init=False)  # survival by position, averaged over all blocks
+    _promised: float = 1.0  # of drafts that were verified, how many the confidences let expect and how many stood: averages
+    _kept: float = 1.0
+    _verified_at: int = 0  # the last step with a verified draft
+
+    def __post_init__(self) -> None:
+        block = self.options.block
+        self.counts = {name: [0] * block for name in COUNTS}
+        self.typical = [1.0] * block  # optimistic until known
+        self.options.temperatures = list(self.options.temperatures) or [1.0] * block
+        assert self.costs is not None or self.options.budget is not None
+
+    # ------------------------------------------------------------ before a step
+
+    def lengths(self, ready: Sequence[Ready], spare: int) -> list[int]:
+        """How many drafts each sequence verifies in the coming step: at most `spare` rows in all."""
+        self.step += 1
+        survival = [entry.sequence.draft.survival[: entry.most] for entry in ready]
+        if not any(survival):
+            return [0] * len(ready)
+        lengths = top_lengths(survival, min(self._budget(ready, survival), spare))
+        if any(lengths):
+            self._verified_at = self.step
+        return lengths
+
+    def _budget(self, ready: Sequence[Ready], survival: list[list[float]]) -> int:
+        most = sum(map(len, survival))
+        if self.options.budget is not None:
+            return self.options.budget
+        if self.step - self._verified_at >= PROBE_STEPS:
+            return len(ready)
+        seconds = self.costs.step(len(ready), draft=True)
+        settled = any(entry.sequence.draft.older for entry in ready)
+        if settled:  # a sequence without an older block counts as a typical one
+            survival = [
+                (entry.sequence.draft.older or self.typical)[: len(block)] for entry, block in zip(ready, survival, strict=True)
+            ]
+        worth = [[a * self.trust for a in block] for block in survival]
+        return best_budget(worth, len(ready), seconds, most, early_stop=not settled)
+
+    def wants(self, sampled: Sequence[seq.Sequence]) -> list[seq.Sequence]:
+        """Who of those that get a token in this step is to get new drafts behind it."""
+        open_ = [s for s in sampled if s.draft.closed_until <= self.step and not self._ends(s)]
+        return open_ if open_ and self.pays(len(sampled)) else []
+
+    @staticmethod
+    def _ends(sequence: seq.Sequence) -> bool:
+        """At most one token may follow this step's first: a draft could not save a step."""
+        return sequence.max_len - len(sequence.ids) <= 2
+
+    def pays(self, sequences: int) -> bool:
+        """Whether a step that drafts makes more tokens a second than one that doesn't, by what is typical."""
+        if self.options.budget is not None or self.step - self._verified_at >= PROBE_STEPS:
+            return True
+        with_draft, without = self.costs.step(sequences, True), self.costs.step(sequences, False)
+        least, tau = sequences / without(sequences), 1.0
+        for length, a in enumerate(self.typical, 1):
+            tau += a * self.trust
+            if sequences * tau / with_draft(sequences * (1 + length)) > least:
+                return True
+        return False
+
+    @property
+    def trust(self) -> float:
+        """What a confidence is worth here: drafts that stood per draft that was promised, lately."""
+        return self._kept / self._promised
+
+    # ------------------------------------------------------------ behind a step
+
+    def settle(self, plan: seq.Plan, result: seq.Result, running: Sequence[seq.Sequence]) -> None:
+        """Learn from a step; hand out its proposals. Drafts live for one step: who got none has none."""
+        for sample, chosen in zip(plan.samples, result.tokens, strict=True):
+            for place in range(len(sample.sequence.draft.tokens)):
+                self.counts["verified" if place < len(sample.drafts) else "pruned"][place] += 1
+            if sample.drafts and chosen:
+                self._judge(sample, len(chosen) - 1)
+        for sequence in running:
+            draft, proposal = sequence.draft, result.proposals.get(sequence)
+            draft.older = draft.survival
+            draft.tokens, draft.survival = [], []
+            if proposal is not None:
+                draft.tokens = proposal.tokens
+                draft.survival = survival_of(proposal.confidence, self.options.temperatures)
+                for place, a in enumerate(draft.survival):
+                    self.counts["drafted"][place] += 1
+                    self.typical[place] += SLOW * (a - self.typical[place])
+        decodes_only = len(plan.samples) == len(plan.rows) == plan.rows_planned - plan.draft_rows > 0
+        if self.costs is not None and decodes_only and not plan.restore:
+            self.costs.observe(plan.rows_planned, len(result.proposals), result.seconds)
+
+    def _judge(self, sample: seq.Sample, accepted: int) -> None:
+        draft, verified = sample.sequence.draft, len(sample.drafts)
+        self.windows += 1
+        self.tokens += accepted + 1
+        for place in range(accepted):
+            self.counts["accepted"][place] += 1
+        self._promised += SLOW * (sum(draft.survival[:verified]) - self._promised)
+        self._kept += SLOW * (accepted - self._kept)
+        if (verified - accepted) / verified <= self.options.gate:
+            draft.bad_steps = 0
+            return
+        draft.bad_steps += 1
+        if draft.bad_steps >= GATE_STEPS:
+            draft.bad_steps, draft.closed_until = 0, self.step + CLOSED_STEPS
+            self.gated += 1
+
+    # ------------------------------------------------------------ what is told
+
+    def stats(self) -> dict[str, float]:
+        """Numbers for `/metrics`; "name/label=value" has a label."""
+        out: dict[str, float] = {
+            "draft_windows": self.windows,
+            "draft_window_tokens": self.tokens,
+            "draft_gate_closed": self.gated,
+            "draft_trust": self.trust,
+        }
+        for name, counts in self.counts.items():
+            out |= {f"drafts_{name}/position={place}": count for place, count in enumerate(counts, 1)}
+        if self.costs is not None:
+            for kind, curve in (("forward", self.costs.forward), ("draft", self.costs.draft)):
+                points = zip(curve.sizes, curve.values, strict=True)
+                out |= {f"step_curve_{kind}_seconds/size={size}": value for size, value in points}
+        return out

@@ -1,0 +1,75 @@
+"""Step times of this machine, measured before the first request: what a row more costs.
+
+Runs the model on empty sequences in free memory, for a growing number of rows. Knows rows and seconds; does not know what is
+made of them (`speculation.StepCurve`).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from .batch import Segment
+from .runner import Runner
+
+REPEATS = 3  # timed runs of a size, after one that is not; the median counts
+LIMIT = 10.0  # seconds for all of it: sizes that do not fit in are left to the last line of the curve
+
+
+@torch.inference_mode()
+def measure(runner: Runner, slots: int, most_rows: int, block: int) -> tuple[dict[int, float], dict[int, float]]:
+    """(rows -> seconds of a forward pass and its logits, sequences -> seconds of a draft step)."""
+    end = time.monotonic() + LIMIT
+    rows = _sizes(min(slots * (block + 1), most_rows))
+    forward = _curve(rows, lambda size: _forward(runner, slots, size), time.monotonic() + LIMIT / 2)
+    sequences = [size for size in _sizes(slots) if size <= max(forward)]
+    _forward(runner, slots, max(sequences))  # one row each
+    draft = _curve(sequences, lambda size: _draft(runner, size), end)
+    for slot in range(slots):
+        runner.states.reset(slot)
+    return forward, draft
+
+
+def _sizes(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16 ... most."""
+    sizes, step = {1, most}, 2
+    while step < most:
+        sizes |= {step, min(step + step // 2, most)}
+        step *= 2
+    return sorted(sizes)
+
+
+def _curve(sizes: list[int], work: Callable[[int], None], end: float) -> dict[int, float]:
+    out: dict[int, float] = {}
+    for size in sizes:
+        work(size)
+        times = []
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            work(size)
+            times.append(time.perf_counter() - began)
+        out[size] = statistics.median(times)
+        if time.monotonic() > end:
+            break
+    return out
+
+
+def _forward(runner: Runner, slots: int, rows: int) -> None:
+    """`rows` rows of up to `slots` sequences from position 0 on, all of them in block 0 of the pool, which is free."""
+    used = min(slots, rows)
+    for slot in range(used):
+        runner.states.reset(slot)
+    segments = []
+    for slot in range(used):
+        count = rows // used + (slot < rows % used)
+        segments.append(Segment(slot, 0, [3] * count, (), (0,), outputs=range(count)))
+    runner.model.logits(runner.model.forward(segments, runner.kv, runner.states))
+
+
+def _draft(runner: Runner, sequences: int) -> None:
+    """Behind the one row that each sequence has."""
+    anchors = positions = [1] * sequences
+    runner.model.draft(range(sequences), anchors, positions, runner.states, lambda _, logits: logits.argmax(-1))
