@@ -96,11 +96,15 @@ class RopeTable:
 
     def __call__(self, positions: torch.Tensor, limit: int) -> torch.Tensor:
         """int64 [T], all below `limit` -> [T, 1, dim / 2]."""
+        return self.upto(limit).index_select(0, positions).unsqueeze(1)
+
+    def upto(self, limit: int) -> torch.Tensor:
+        """Of all positions below `limit`, and some more: [positions, dim / 2]."""
         while self.table.shape[0] < limit:
             page = torch.arange(self.table.shape[0], self.table.shape[0] + self.PAGE, dtype=torch.float32)
             angles = page[:, None] * self.frequencies
             self.table = torch.cat([self.table, torch.polar(torch.full_like(angles, self.factor), angles)])
-        return self.table.index_select(0, positions).unsqueeze(1)
+        return self.table
 
 
 # ------------------------------------------------------------------ feed-forward

@@ -18,6 +18,7 @@ from ...loader import LoadOptions
 from .attention import Attention, rows_are_independent
 from .cache import cache_spec, store_of
 from .config import FP8_BLOCK, ModelConfig
+from .fused import LARGEST, FusedRows, Weights, usable
 from .layers import MLP, Gate, Linear, MoE, attention_scale
 from .model import Layer, MlaModel
 from .schema import checkpoint_schema, fused_names, scale_name, stored
@@ -43,16 +44,19 @@ def load(checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions) -> M
                 "it; run without batch_invariant"
             )
         rule = row_rule(_product_shapes(config), dtype)
-    make = _Maker(checkpoint, config, dtype, fused, *rule)
+    rows = Weights() if usable(store, dtype) and not options.batch_invariant else None
+    make = _Maker(checkpoint, config, dtype, fused, rows, *rule)
+    layers = [make.layer(layer, options.batch_invariant) for layer in range(config.num_hidden_layers)]
     return MlaModel(
         config,
         cache_spec(config, store, options.batch_invariant, dtype),
         store,
-        [make.layer(layer, options.batch_invariant) for layer in range(config.num_hidden_layers)],
+        layers,
         checkpoint.tensor("embed_tokens.weight"),
         make.weight("norm.weight"),
         make.linear(make.weight("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight")),
         row_multiple=rule[0],
+        fused=FusedRows(config, make.rows) if make.rows is not None else None,
     )
 
 
@@ -94,22 +98,40 @@ def _product_shapes(c: ModelConfig) -> set[tuple[int, int]]:
 
 
 class _Maker:
-    """Makes layers from tensors."""
+    """Makes layers from tensors; `rows` gets the weights for the compiled path of single rows, unless there are too many."""
 
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, fused: bool, row_multiple: int, tile: int
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        fused: bool,
+        rows: Weights | None,
+        row_multiple: int,
+        tile: int,
     ) -> None:
         self.checkpoint, self.config, self.dtype, self.fused = checkpoint, config, dtype, fused
-        self.row_multiple, self.tile = row_multiple, tile
+        self.rows, self.row_multiple, self.tile = rows, row_multiple, tile
 
     def layer(self, layer: int, split: bool) -> Layer:
         prefix = f"layers.{layer}."
-        return Layer(
+        if self.rows is not None:
+            self.rows.layer()
+        made = Layer(
             input_norm=self.weight(f"{prefix}input_layernorm.weight"),
             attention=self._attention(f"{prefix}self_attn.", split),
             post_norm=self.weight(f"{prefix}post_attention_layernorm.weight"),
             feed_forward=self._experts(layer) if self.config.has_experts(layer) else self._mlp(f"{prefix}mlp."),
         )
+        self._keep("norm_in", made.input_norm, wide=True)
+        self._keep("norm_post", made.post_norm, wide=True)
+        return made
+
+    def _keep(self, name: str, *tensors: torch.Tensor, wide: bool = False) -> None:
+        if self.rows is not None:
+            self.rows.add(name, *tensors, wide=wide)
+            if self.rows.nbytes > LARGEST:
+                self.rows = None
 
     def weight(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor as values, in memory of its own."""
@@ -137,41 +159,57 @@ class _Maker:
         w_q = w_q.flatten(0, 1)
         first = w_q if c.q_lora_rank is None else self.weight(f"{prefix}q_a_proj.weight")
         both = self.weight(f"{prefix}kv_b_proj.weight").unflatten(0, (heads, -1))  # [H, nope + v, rank]
-        return Attention(
+        w_a, w_o = torch.cat([first, kv]), self.weight(f"{prefix}o_proj.weight")
+        q_norm = None if c.q_lora_rank is None else self.weight(f"{prefix}q_a_layernorm.weight")
+        made = Attention(
             config=c,
             scale=attention_scale(c),
-            w_a=self.linear(torch.cat([first, kv])),
-            q_norm=None if c.q_lora_rank is None else self.weight(f"{prefix}q_a_layernorm.weight"),
+            w_a=self.linear(w_a),
+            q_norm=q_norm,
             w_q=None if c.q_lora_rank is None else self.linear(w_q),
             kv_norm=self.weight(f"{prefix}kv_a_layernorm.weight"),
             w_uk=both[:, :nope].contiguous(),
             w_uv=both[:, nope:].contiguous(),
-            w_o=self.linear(self.weight(f"{prefix}o_proj.weight")),
+            w_o=self.linear(w_o),
             split=split,
             tile=self.tile,
         )
+        self._keep("w_a", w_a)
+        if q_norm is not None:
+            self._keep("w_q", w_q)
+            self._keep("norm_q", q_norm, wide=True)
+        self._keep("norm_kv", made.kv_norm, wide=True)
+        self._keep("w_uk", made.w_uk.transpose(1, 2))
+        self._keep("w_uv", made.w_uv)
+        self._keep("w_o", w_o)
+        return made
 
     def _adjacent(self, rows: torch.Tensor) -> torch.Tensor:
         """Output rows [..., rope, in] of rotary channels, so that a pair is two adjacent ones. Queries and keys are
         reordered alike, which no score sees."""
         return rows if self.config.rope_interleave else rows.unflatten(-2, (2, -1)).transpose(-3, -2).flatten(-3, -2)
 
-    def _mlp(self, prefix: str) -> MLP:
+    def _mlp(self, prefix: str, expert: bool = False) -> MLP:
         gate, up, down = (self.weight(f"{prefix}{part}_proj.weight") for part in ("gate", "up", "down"))
-        return self._feed_forward(torch.cat([gate, up]), down)
+        return self._feed_forward(torch.cat([gate, up]), down, expert)
 
-    def _feed_forward(self, w_in: torch.Tensor, w_out: torch.Tensor) -> MLP:
+    def _feed_forward(self, w_in: torch.Tensor, w_out: torch.Tensor, expert: bool) -> MLP:
+        if expert:
+            self._keep("experts", w_in, w_out)
+        else:
+            self._keep("w_in", w_in)
+            self._keep("w_out", w_out)
         return MLP(self.linear(w_in), self.linear(w_out))
 
     def _experts(self, layer: int) -> MoE:
         c, prefix = self.config, f"layers.{layer}.mlp."
-        bias = f"{prefix}gate.e_score_correction_bias"
+        weight = self.weight(f"{prefix}gate.weight", torch.float32)
+        bias = self.weight(f"{prefix}gate.e_score_correction_bias", torch.float32) if c.topk_method == "noaux_tc" else None
+        self._keep("gate", weight, wide=True)
+        if bias is not None:
+            self._keep("bias", bias, wide=True)
         return MoE(
-            gate=Gate(
-                c,
-                Linear(self.weight(f"{prefix}gate.weight", torch.float32), self.tile),
-                self.weight(bias, torch.float32) if c.topk_method == "noaux_tc" else None,
-            ),
+            gate=Gate(c, Linear(weight, self.tile), bias),
             experts=list(self._fused(layer) if self.fused else self._one_by_one(layer)),
             shared=self._mlp(f"{prefix}shared_experts.") if c.n_shared_experts else None,
             row_multiple=self.row_multiple,
@@ -180,8 +218,8 @@ class _Maker:
     def _fused(self, layer: int) -> Iterator[MLP]:
         wide, down = (self.weight(name) for name in fused_names(layer))
         for w_in, w_out in zip(wide, down, strict=True):
-            yield self._feed_forward(w_in, w_out)
+            yield self._feed_forward(w_in, w_out, expert=True)
 
     def _one_by_one(self, layer: int) -> Iterator[MLP]:
         for expert in range(self.config.n_routed_experts):
-            yield self._mlp(f"layers.{layer}.mlp.experts.{expert}.")
+            yield self._mlp(f"layers.{layer}.mlp.experts.{expert}.", expert=True)

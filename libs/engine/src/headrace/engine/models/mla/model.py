@@ -14,6 +14,7 @@ from ...cache import CacheSpec, KVPool
 from .attention import Attention
 from .cache import BLOCK_TOKENS, Latents, StatePool
 from .config import ModelConfig
+from .fused import FusedRows
 from .layers import MLP, Linear, MoE, RopeTable, rms_norm
 from .rows import Piece, Rows
 
@@ -42,10 +43,12 @@ class MlaModel:
         head: Linear,
         *,
         row_multiple: int = 1,
+        fused: FusedRows | None = None,
     ) -> None:
         self.config, self.spec, self.store = config, spec, store
         self.layers, self.embed, self.norm, self.head = list(layers), embed, norm, head
         self.row_multiple = row_multiple  # see `device.row_rule`
+        self.fused = fused  # single rows go there, if there is one
         self.dtype, self.device = norm.dtype, norm.device
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.eos_token_ids, self.max_model_len = config.eos_token_id, config.max_position_embeddings
@@ -62,6 +65,23 @@ class MlaModel:
         _check(segments, states)
         for segment in segments:
             states.next[segment.slot] = segment.stop
+        single = [len(segment.ids) == 1 for segment in segments]
+        if self.fused is None or not any(single):
+            return self._forward(segments, kv)
+        few = [segment for segment, one in zip(segments, single, strict=True) if one]
+        chunks = [segment for segment, one in zip(segments, single, strict=True) if not one]
+        rows = self._forward_single(few, kv)
+        return _merge(segments, single, rows, self._forward(chunks, kv)) if chunks else rows
+
+    def _forward_single(self, segments: Sequence[Segment], kv: KVPool) -> torch.Tensor:
+        """Segments of one row -> rows that are wanted."""
+        x = self.fused.run(self, segments, kv)
+        wanted = [row for row, segment in enumerate(segments) if segment.outputs]
+        x = x if len(wanted) == len(segments) else x[wanted]
+        return rms_norm(x, self.norm.float(), self.config.rms_norm_eps).to(self.dtype)
+
+    def _forward(self, segments: Sequence[Segment], kv: KVPool) -> torch.Tensor:
+        """Segments of any length by torch."""
         rows = self._rows([Piece(i, s.start, s.stop) for i, s in enumerate(segments)], segments)
         ids = [token for piece in rows.pieces for token in segments[piece.index].ids]
         ids = torch.tensor(ids + [0] * (rows.padded - rows.count), dtype=torch.int64, device=self.device)
@@ -123,6 +143,19 @@ class MlaModel:
         wanted = [at[i] + position for i, segment in enumerate(segments) for position in segment.outputs]
         index = torch.tensor(wanted, dtype=torch.int64, device=self.device)
         return rms_norm(x.index_select(0, index), self.norm, self.config.rms_norm_eps)
+
+
+def _merge(segments: Sequence[Segment], single: Sequence[bool], rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Wanted rows of single-row segments and of the others -> in the order of all segments."""
+    order, next_row, next_other = [], 0, len(rows)
+    for segment, one in zip(segments, single, strict=True):
+        if one:
+            order += range(next_row, next_row + len(segment.outputs))
+            next_row += len(segment.outputs)
+        else:
+            order += range(next_other, next_other + len(segment.outputs))
+            next_other += len(segment.outputs)
+    return torch.cat([rows, others])[order]
 
 
 def _check(segments: Sequence[Segment], states: StatePool) -> None:
