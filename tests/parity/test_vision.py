@@ -12,6 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from headrace.engine.api import ImageSpan
+from headrace.engine.batch import Segment
+from headrace.engine.cache import KVPool
+from headrace.engine.images import rows_of, without_images
+from headrace.engine.loader import load_model
 from headrace.engine.make_checkpoint import PRESETS, small_tokenizer_json
 from headrace.engine.models.vision.loader import load_encoder
 
@@ -70,3 +75,60 @@ def test_tower_and_aligner(pair):
             want = oracle_span(oracle, image)
             assert got.shape == want.shape == (encoder.tokens(encoder.grid(image.shape[1], image.shape[0])), encoder.width)
             assert ((got - want).abs().max() / want.abs().max()).item() <= TOLERANCE
+
+
+def prompt(encoder, images, between=7, seed=0):
+    """Text, image, text, image ... -> (ids, spans, types as the oracle wants them)."""
+    draw = torch.Generator().manual_seed(seed)
+    ids, spans, types = [], [], []
+
+    def text(count):
+        ids.extend(torch.randint(3, 259, (count,), generator=draw).tolist())
+        types.extend([-1] * count)
+
+    text(between)
+    for number, (image, rows) in enumerate(zip(images, encoder.encode(images), strict=True)):
+        grid = encoder.grid(image.shape[1], image.shape[0])
+        lines, wide = -(-grid.rows // 3), -(-grid.columns // 3)
+        spans.append(ImageSpan(len(ids), len(rows), bytes([number + 1]), rows.numpy().tobytes()))
+        ids.extend([encoder.image_token_id] * len(rows))
+        types.extend([0, *([1] * wide + [2]) * lines, 3])
+        text(between + number)
+    return ids, spans, types
+
+
+@torch.no_grad()
+def oracle_logits(oracle, ids, images, types):
+    return oracle(
+        torch.tensor([ids]),
+        pixel_values=torch.cat([patches_of(image) for image in images]),
+        image_grid_hws=torch.tensor([[image.shape[0] // 14, image.shape[1] // 14] for image in images]),
+        vision_token_types=torch.tensor([types]),
+    ).logits[0].float()
+
+
+def run(model, ids, spans, cuts):
+    """Logits of all rows, computed in chunks that end at `cuts`."""
+    kv, states = KVPool(model.spec, 8), model.new_states(2)
+    states.reset(1)
+    out, start = [], 0
+    for stop in [*cuts, len(ids)]:
+        segment = Segment(
+            1, start, ids[start:stop], without_images(ids[max(0, start - 3) : start], start, spans), [3, 1, 2],
+            outputs=range(start, stop), images=rows_of(spans, start, stop),
+        )  # fmt: skip
+        out.append(model.logits(model.forward([segment], kv, states)))
+        start = stop
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("cuts", [(), (13, 30, 31, 75), (7, 8, 33, 100), (1, 64, 111)])
+def test_text_model_around_images(pair, cuts):
+    """Engram is dead and shut over images, `bias_vl` routes them, and chunks may cut a span anywhere."""
+    oracle, path = pair
+    encoder, model = load_encoder(path), load_model(path, kv_store="fp32", numerics="exact")
+    images = pictures(5, [(84, 84), (42, 140), (126, 42), (70, 98)])
+    ids, spans, types = prompt(encoder, images, between=17)
+    got, want = run(model, ids, spans, cuts), oracle_logits(oracle, ids, images, types)
+    assert len(ids) > 100
+    assert ((got - want).abs().max() / want.abs().max()).item() <= TOLERANCE

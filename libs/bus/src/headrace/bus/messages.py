@@ -105,6 +105,19 @@ class Timing(Part):
     write: float = 0.0
 
 
+class ImageSpan(Part):
+    """Where an image lies in a prompt, and which one it is: `digest` is of its resized pixels."""
+
+    start: int
+    tokens: int
+    digest: bytes
+
+
+def image_starts(images: list[ImageSpan]) -> list[tuple[int, bytes]]:
+    """What hashes of blocks and the content binding of a prompt cover of its images (`headrace.kv.hashing`)."""
+    return [(image.start, image.digest) for image in images]
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -141,6 +154,7 @@ class Admit(Message):
     priority: int = 0
     client_id: str = ""
     traceparent: str = ""
+    images: list[ImageSpan] = []
 
 
 class Admitted(Message):
@@ -189,6 +203,8 @@ class Run(Message):
     priority: int = 0
     client_id: str = ""
     traceparent: str = ""
+    images: list[ImageSpan] = []
+    vision: str = ""  # the instance that identified them
 
 
 class Accepted(Message):
@@ -454,6 +470,98 @@ class KvReleased(Message):
     valid: bool
 
 
+# ---------------------------------------------------------------- gateway, prefill -> vision
+
+
+class Working(Message):
+    """Not done yet: ask again. The answer of verbs that may take long, after a while without a result."""
+
+
+class Deposit(Message):
+    """`vision.<id>.deposit`: room for the encoded bytes of an image, which `writer` then places out of band. -> Deposited |
+    Refused"""
+
+    request: str
+    writer: str  # incarnation of the process that will write
+    sender: str  # instance that is asked (verb `grant`) when the room is quarantined
+    nbytes: int
+    ttl: float = 10.0
+
+
+class Deposited(Message):
+    grant: str
+    generation: int
+    offset: int  # in region `intake`
+    memory: bytes  # address of this instance's memory: made and read by headrace.transfer, opaque here
+
+
+class Identify(Message):
+    """`vision.<id>.identify`: fetch (url) or take (grant) an image, decode and resize it. Idempotent by (request, image); asked
+    again until it is answered with -> Identified | ImageRefused | Refused; Working before that."""
+
+    request: str
+    image: int  # its number in the request
+    namespace: bytes
+    deadline: float  # seconds left
+    detail: str = "high"
+    url: str = ""
+    grant: str = ""
+    generation: int = 0
+    checksum: int = 0  # crc32 of the bytes that were placed
+    max_bytes: int = 0  # a larger one is refused
+    client_id: str = ""
+
+
+class Identified(Message):
+    digest: bytes  # of the resized pixels
+    tokens: int
+    width: int  # pixels, as the encoder sees it
+    height: int
+    nbytes: int  # encoded, as it came
+
+
+class ImageRefused(Message):
+    """This image can't be used. `kind`: as `headrace.recipe.images` names causes; `retryable`: it may work later."""
+
+    kind: str
+    message: str
+    retryable: bool = False
+
+
+class Encode(Message):
+    """`vision.<id>.encode`: write the embeddings of images into prefill's memory, under a grant. Idempotent by grant; asked
+    again until it is answered with -> Encoded | Refused (unknown: the pixels are gone); Working before that."""
+
+    request: str
+    prefill: str
+    namespace: bytes
+    digests: list[bytes]
+    tokens: list[int]
+    grant: str
+    generation: int
+    offsets: list[int]  # in region `images`, one per digest
+    row_bytes: int
+    dtype: str  # float32 | bfloat16
+    memory: bytes  # address of prefill's memory
+    ttl: float  # seconds: the grant's life
+    deadline: float  # seconds left
+    client_id: str = ""
+
+
+class Encoded(Message):
+    """Everything that the grant names is placed. -> nothing more is written under it."""
+
+    checksums: list[int]  # crc32 of each image's rows
+    computed: int  # patches that went through the tower for this answer; 0: all came from the cache
+    cached: int  # images that did
+
+
+class EncodeCancel(Message):
+    """`vision.<id>.cancel`: stop writing under a grant; an unknown one leaves a tombstone. -> Done when nothing is in flight"""
+
+    grant: str
+
+
 # ---------------------------------------------------------------- trace
 
 
@@ -503,7 +611,8 @@ ANY = (
     Refused | Done | Admit | Admitted | Cancel | Resume | Resumed | Run | Accepted | Bind | Bound | Commit | Verdict
     | WriterDone | Fail | TicketStatus | Out | Ping | Pong | Presence | KvEvents | KvSnapshot | KvBlocks | KvLookup
     | KvFound | KvReserve | KvReserved | KvCommit | KvStored | KvRelease | KvReleased | TraceGet | TraceEvents | ResponseAsk
-    | ResponseKept | Chunk
+    | ResponseKept | Chunk | Working | Deposit | Deposited | Identify | Identified | ImageRefused | Encode | Encoded
+    | EncodeCancel
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

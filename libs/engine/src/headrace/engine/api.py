@@ -111,6 +111,24 @@ class SamplingParams:
 
 
 @dataclass(slots=True)
+class ImageSpan:
+    """An image in a prompt: its token at `start` and those after it all have the image id. `digest` is of the resized pixels.
+
+    `embeddings`: little-endian rows [tokens, hidden_size] of `dtype` (float32 or bfloat16); None where no row of the span will
+    be computed or replayed here."""
+
+    start: int
+    tokens: int
+    digest: bytes
+    embeddings: bytes | bytearray | memoryview | None = None
+    dtype: str = "float32"
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.tokens
+
+
+@dataclass(slots=True)
 class EngineRequest:
     """One prompt. `hashes`: 16-byte chained hashes of its full blocks (`headrace.kv.hashing`); empty: the engine makes them."""
 
@@ -122,6 +140,7 @@ class EngineRequest:
     priority: int = 0  # lower first
     deadline: float | None = None  # time.monotonic seconds
     prefill_only: bool = False  # role PREFILL: stop after the last row's hidden vector
+    images: Sequence[ImageSpan] = ()  # in order; no other token of `ids` has the image id
 
 
 @dataclass(slots=True)
@@ -277,6 +296,10 @@ class Engine(Protocol):
 
     def would_restore(self, hashes: Sequence[bytes], prompt_tokens: int) -> bool:
         """Whether a hit of all blocks that `hashes` names would find its state here, so that no snapshot need be fetched."""
+
+    def first_row(self, resident: int, prompt_tokens: int) -> int:
+        """The lowest row that a prompt may have to compute or replay when its `resident` leading blocks are pinned: images that
+        end at or below it need no embeddings."""
 
     def has_work(self) -> bool:
         """Something is unfinished. It may still have to wait for memory that a peer holds: then `plan` returns None."""

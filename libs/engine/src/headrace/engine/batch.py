@@ -16,18 +16,30 @@ from .cache import CacheSpec, KVPool, StatePool
 
 
 @dataclass(slots=True)
+class ImageRows:
+    """Rows [start, stop) of a segment (absolute positions) that lie in one image. `embeddings`: `dtype` rows [stop - start,
+    hidden_size], little-endian."""
+
+    start: int
+    stop: int
+    embeddings: memoryview
+    dtype: str = "float32"
+
+
+@dataclass(slots=True)
 class Segment:
     """Rows [start, start + len(ids)) of one sequence."""
 
     slot: int  # state slot
     start: int  # absolute position of the first row
     ids: Sequence[int]  # token ids of the rows
-    prev_ids: Sequence[int]  # the (up to) three ids before `start`, oldest first: n-gram look-back
+    prev_ids: Sequence[int]  # the (up to) three ids before `start`, oldest first: n-gram look-back; -1: of an image
     block_table: Sequence[int]  # physical block per 128 logical tokens; covers start + len(ids)
     write_floor: int = 0  # paged entries of tokens below this are not written (replayed rows of a hit)
     window_floor: int = 0  # window KV of positions below this is not visible to any layer (start of a replay)
     decoder_floor: int = 0  # bounded class: decoder layers run on rows >= this and see window KV >= this; exact: 0
     outputs: Sequence[int] = field(default_factory=tuple)  # absolute positions whose hidden row is wanted
+    images: Sequence[ImageRows] = ()  # in order: rows whose embedding is given, not looked up
 
     @property
     def stop(self) -> int:

@@ -16,6 +16,7 @@ from headrace.kv.pool import BlockPool
 
 from . import api
 from .batch import Model
+from .images import check_embeddings, check_image_ids
 from .ledger import Ledger
 from .postprocess import Postprocessor
 from .runner import Runner
@@ -46,6 +47,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.ledger, self.speculator)
         self.postprocessor = Postprocessor(self.ledger, model.eos_token_ids, self.speculator)
         self._clock = clock
+        self._image_token = getattr(model, "image_token_id", None)  # of a model that sees
         self.info = api.EngineInfo(
             kind=getattr(model, "kind", "v41"),
             layout_id=spec.layout_id,
@@ -69,8 +71,10 @@ class EngineCore:
     # ------------------------------------------------------------ requests
 
     def submit(self, request: api.EngineRequest) -> None:
-        self._check_ids(request.ids)
-        self.ledger.enqueue(self.ledger.new_sequence(request, list(request.ids)))
+        self._check_ids(request.ids, request.images)
+        sequence = self.ledger.new_sequence(request, list(request.ids))
+        check_embeddings(request.images, self.info.hidden_bytes // 4)
+        self.ledger.enqueue(sequence)
 
     def reserve(self, request: str, hashes: Sequence[bytes], prompt_tokens: int) -> api.Reservation | None:
         ledger = self.ledger
@@ -90,7 +94,7 @@ class EngineCore:
     def admit(self, reservation: api.Reservation, handoff: api.Handoff, request: api.EngineRequest) -> None:
         """ValueError (a hand-off that can't be what was reserved) leaves the reservation as it was."""
         ids, resident = list(handoff.ids), self._reservation(reservation)
-        self._check_ids(ids)
+        self._check_ids(ids, request.images)
         blocks = resident + reservation.blocks
         if -(-len(ids) // self.info.block_tokens) != len(blocks):
             raise ValueError(
@@ -129,6 +133,12 @@ class EngineCore:
         floor = self.ledger.decoder_floor(prompt_tokens)
         needless = hit == 0 or not self.ledger.keeps_state
         return needless or self.scheduler.restart_point(list(hashes), hit, floor)[1] is not None
+
+    def first_row(self, resident: int, prompt_tokens: int) -> int:
+        if not self.config.prefix_caching:
+            return 0
+        hit = min(resident, (prompt_tokens - 1) // self.info.block_tokens) * self.info.block_tokens
+        return max(0, self.scheduler.replay_start(hit))  # a snapshot may be gone by then
 
     def release(self, request: str) -> None:
         self.ledger.release(request)
@@ -211,10 +221,11 @@ class EngineCore:
             raise ValueError(f"request {reservation.request!r}: this reservation is not open here")
         return entry[1]
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
+    def _check_ids(self, ids: Sequence[int], images: Sequence[api.ImageSpan]) -> None:
         if len(ids) and not 0 <= min(ids) <= max(ids) < self.info.vocab_size:
             bad = next(i for i in ids if not 0 <= i < self.info.vocab_size)
             raise ValueError(f"token ids are from 0 to {self.info.vocab_size - 1}; got {bad}")
+        check_image_ids(ids, images, self._image_token)
 
 
 def _speculator(config: api.EngineConfig, runner: Runner) -> Speculator | None:

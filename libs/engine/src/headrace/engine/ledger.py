@@ -21,6 +21,7 @@ from headrace.kv.pool import BlockPool
 
 from . import api
 from .cache import CacheSpec
+from .images import check_images, starts
 from .sequence import Sequence, Status
 from .snapshots import SnapshotStore
 
@@ -66,11 +67,13 @@ class Ledger:
         if request.hashes and len(request.hashes) != n // block:
             raise ValueError(f"{n} tokens have {n // block} full blocks of {block}; got {len(request.hashes)} hashes")
         request.sampling.check()
+        if request.images:
+            check_images(request.images, n)
         self._arrivals += 1
         return Sequence(
             request,
             ids,
-            hashes=list(request.hashes) or self.hasher(request.namespace).hashes(ids),
+            hashes=list(request.hashes) or self.hasher(request.namespace).hashes(ids, starts(request.images)),
             arrival=self._arrivals,
             prefill_only=prefill_only,
             prompt_len=n,
@@ -178,7 +181,8 @@ class Ledger:
             parent = sequence.hashes[index - 1] if index else ROOT
             if index == len(sequence.hashes):
                 ids = sequence.ids[index * block : (index + 1) * block]
-                sequence.hashes.append(self.hasher(sequence.request.namespace).next(parent, ids))
+                inside = [(at - index * block, d) for at, d in starts(sequence.request.images) if at // block == index]
+                sequence.hashes.append(self.hasher(sequence.request.namespace).next(parent, ids, inside))
             self.pool.announce(sequence.block_table[index], sequence.hashes[index], parent)
             sequence.announced = index + 1
             if index >= sequence.reported:

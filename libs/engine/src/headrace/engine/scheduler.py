@@ -9,6 +9,7 @@ returns to the queue, to be resumed exactly there.
 from __future__ import annotations
 
 from .batch import Segment
+from .images import missing_embeddings, rows_of, without_images
 from .ledger import Ledger
 from .sequence import Plan, Restore, Row, Sample, Sequence, Status
 from .snapshots import Snapshot
@@ -89,6 +90,8 @@ class Scheduler:
             sequence = ledger.waiting[0]
             if not (self._resume(sequence, plan) if sequence.image else self._start(sequence, plan)):
                 return
+            if sequence.status is Status.ENDED:  # it can't run
+                continue
             ledger.start(sequence)
             if sequence.prefilling:
                 self._chunk(sequence, plan)
@@ -169,6 +172,10 @@ class Scheduler:
         if start < 0:  # a hit that saves nothing
             self.pool.release(resident)
             resident, start = [], 0
+        if missing := missing_embeddings(sequence.request.images, start):
+            self.pool.release(resident)
+            self.ledger.fail(sequence.name, "images", f"row {start} is the first to compute, but {missing}")
+            return True
         needed = -(-n // block) - len(resident)
         blocks = self.pool.allocate(needed) if self.ledger.room(needed) else None
         if blocks is None:
@@ -196,9 +203,16 @@ class Scheduler:
             snapshot = self.ledger.snapshots.get(hashes[position // block - 1])
             if snapshot and snapshot.position == position and snapshot.serves(decoder_floor):
                 return position, snapshot
+        return self.replay_start(hit), None
+
+    def replay_start(self, hit: int) -> int:
+        """`restart_point` without a snapshot."""
+        replay = self.spec.replay_rows
+        if hit == 0 or replay == 0:
+            return hit
         if self.bounded:
-            return (hit - replay if hit > replay else -1), None
-        return max(hit - replay, 0), None
+            return hit - replay if hit > replay else -1
+        return max(hit - replay, 0)
 
     def _resume(self, sequence: Sequence, plan: Plan) -> bool:
         """Bring an image back: blocks that are still resident are used again, the others get their bytes back."""
@@ -266,15 +280,17 @@ class Scheduler:
         return at and sequence.hashes[stop // block - 1] not in self.ledger.snapshots
 
     def _segment(self, sequence: Sequence, stop: int, want: bool) -> Segment:
-        start = sequence.computed
+        start, images = sequence.computed, sequence.request.images
+        before = sequence.ids[max(0, start - LOOK_BACK) : start]
         return Segment(
             slot=sequence.slot,
             start=start,
             ids=sequence.ids[start:stop],
-            prev_ids=sequence.ids[max(0, start - LOOK_BACK) : start],
+            prev_ids=without_images(before, start, images) if images else before,
             block_table=sequence.block_table,
             write_floor=sequence.write_floor,
             window_floor=sequence.window_floor,
             decoder_floor=sequence.decoder_floor,
             outputs=(stop - 1,) if want else (),
+            images=rows_of(images, start, stop) if images else (),
         )

@@ -40,6 +40,7 @@ BONUS = 6.0  # logits go from 0 to 8
 EXACT_REPLAY = 3 * (WINDOW - 1)
 _HEADER = struct.Struct("<4sIQ")  # magic, position, sum over the rows (so that a damaged state is refused)
 _ODD = np.uint64(0x9E3779B97F4A7C15)
+_DEAD = np.uint64(0xFFFFFFFFFFFFFFFF)  # look-back onto an image
 
 
 def _mix(value: np.ndarray) -> np.ndarray:
@@ -121,6 +122,7 @@ class ToyModel:
         max_model_len: int = 4096,
         keep_rows: int = 6,
         draft_block: int = 0,
+        image_token_id: int | None = None,
     ) -> None:
         bounded = numerics == "bounded"
         self.draft_block, self.hidden_size = draft_block, 5 if draft_block else 4
@@ -135,6 +137,7 @@ class ToyModel:
             block_tokens=block_tokens,
         )
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, (1,)
+        self.image_token_id = image_token_id
 
     def new_states(self, slots: int) -> ToyStates:
         return ToyStates(slots)
@@ -186,7 +189,13 @@ class ToyModel:
         assert stop <= len(segment.block_table) * self.spec.block_tokens, "the block table is too short"
         fresh = segment.window_floor == start and states.next[slot] == 0
         assert fresh or states.next[slot] == start, f"slot {slot} is at {states.next[slot]}; rows begin at {start}"
-        ids = np.array([*segment.prev_ids, *segment.ids], dtype=np.uint64)
+        ids = np.array([*segment.prev_ids, *segment.ids], dtype=np.int64).view(np.uint64)
+        own: dict[int, np.uint64] = {}  # what an image's row is instead of its id; as look-back it is nothing, in any chunk
+        for part in segment.images:
+            rows = np.frombuffer(part.embeddings, np.float32).reshape(part.stop - part.start, -1).view(np.uint32)
+            own |= zip(range(part.start, part.stop), _mix(rows.astype(np.uint64).sum(1)), strict=True)
+            at = len(segment.prev_ids) - start
+            ids[at + part.start : at + part.stop] = _DEAD
         back = len(segment.prev_ids)
         assert back == min(3, start), "look-back ids are missing"
         entries = kv.entries(self.spec.groups[0]).numpy()  # [blocks, block_tokens, 8]
@@ -195,6 +204,7 @@ class ToyModel:
         with np.errstate(over="ignore"):
             for i, t in enumerate(range(start, stop)):
                 look = [ids[back + i - k] if back + i - k >= 0 else np.uint64(0) for k in range(4)]
+                look[0] = own.get(t, look[0])
                 a = _mix(sum(_mix(x * _ODD + np.uint64(k)) for k, x in enumerate(look)) + np.uint64(t))
                 b = _mix(a + _mix(a + self._window(states, slot, 0, t, segment.window_floor)))
                 c = _mix(b + _mix(b + self._window(states, slot, 1, t, segment.window_floor)))

@@ -231,6 +231,9 @@ class SimEngine:
     def would_restore(self, hashes: Sequence[bytes], prompt_tokens: int) -> bool:
         return not hashes or hashes[-1] in self._snapshots
 
+    def first_row(self, resident: int, prompt_tokens: int) -> int:
+        return prompt_tokens  # no row is computed from an embedding
+
     def release(self, request: str) -> None:
         sequence = self._held.pop(request, None)
         if sequence is not None:
@@ -520,7 +523,8 @@ class SimEngine:
         if index < len(sequence.hashes):
             return  # the prompt's own last block
         parent = sequence.hashes[-1] if sequence.hashes else ROOT
-        digest = self._hasher(sequence.request.namespace).next(parent, sequence.tokens[index * BLOCK : rows])
+        images = [(i.start % BLOCK, i.digest) for i in sequence.request.images if i.start // BLOCK == index]
+        digest = self._hasher(sequence.request.namespace).next(parent, sequence.tokens[index * BLOCK : rows], images)
         sequence.hashes.append(digest)
         self._write(sequence, index, rows)
         self.pool.announce(sequence.table[index], digest, parent)

@@ -289,8 +289,9 @@ class DecodeService(WorkerService):
 
     def _binds(self, landed: Landed, ids: Any) -> bool:
         """These are the ids that the ticket was bound to."""
-        info, namespace = self.engine.info, landed.request.admit.namespace
-        return content_binding(info.layout_id, namespace, ids, (), info.checkpoint) == landed.wire.content
+        info, admit = self.engine.info, landed.request.admit
+        content = content_binding(info.layout_id, admit.namespace, ids, m.image_starts(admit.images), info.checkpoint)
+        return content == landed.wire.content
 
     def _run(self, landed: Landed, record: m.Commit) -> None:
         """The gate is open: everything is in our memory. What is not what was bound is an error, never an answer."""
@@ -313,6 +314,7 @@ class DecodeService(WorkerService):
                 namespace=admit.namespace,
                 priority=admit.priority,
                 deadline=request.deadline,
+                images=[api.ImageSpan(i.start, i.tokens, i.digest) for i in admit.images],
             )
             self.engine.admit(landed.reservation, handoff, wanted)
         except ValueError as error:

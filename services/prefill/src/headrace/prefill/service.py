@@ -132,7 +132,7 @@ class PrefillService(WorkerService):
 
     def _wrong_hashes(self, run: m.Run) -> str:
         """What is wrong with the block hashes that came with a prompt; they would give its KV to other prompts."""
-        hashes = self._hasher(run.namespace).hashes(run.ids)
+        hashes = self._hasher(run.namespace).hashes(run.ids, m.image_starts(run.images))
         if b"".join(hashes) == run.block_hashes:
             return ""
         sent = len(run.block_hashes) // m.HASH_BYTES
@@ -144,7 +144,7 @@ class PrefillService(WorkerService):
         run, info = job.run, self.engine.info
 
         def work() -> tuple[bytes, str]:
-            content = content_binding(info.layout_id, run.namespace, run.ids, (), info.checkpoint)
+            content = content_binding(info.layout_id, run.namespace, run.ids, m.image_starts(run.images), info.checkpoint)
             return content, self._wrong_hashes(run) if len(run.ids) > INLINE_BYTES else ""
 
         job.content, wrong = work() if len(run.ids) <= INLINE_BYTES else await asyncio.to_thread(work)

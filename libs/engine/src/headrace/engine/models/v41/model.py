@@ -21,6 +21,7 @@ from .cache import DECODER, DRAFT, ENCODER, Entries, V41StatePool, cache_spec, c
 from .config import ModelConfig
 from .draft import Choose, Drafts, DraftStage, DraftStep, finish_drafts, main_kv, noise_block
 from .engram import Engram, NgramHash
+from .images import hashed_ids, place_images
 from .layers import Embedding, Linear, RMSNorm, RopeTable, collapse, linear, rope_frequencies
 from .moe import MoE
 from .rows import Piece, Rows
@@ -59,6 +60,7 @@ class V41Model(nn.Module):
         self.batch_invariant = batch_invariant
         self.row_multiple, self.tile = 1, 0  # set_row_rule
         self.vocab_size, self.hidden_size = c.vocab_size, c.hidden_size
+        self.image_token_id = c.image_token_id if c.vision is not None else None
         self.eos_token_ids, self.max_model_len = c.eos_token_id, c.max_position_embeddings
         self.checkpoint_digest = ""
         self.ngrams: NgramHash | None = None
@@ -104,15 +106,16 @@ class V41Model(nn.Module):
             [t for piece in rows.pieces for t in segments[piece.index].ids], dtype=torch.int64, device=self.device
         )
         h = self.embed(F.pad(ids, (0, rows.padded - rows.count))).to(self.dtype)
+        image = place_images(h, rows, segments) if any(s.images for s in segments) else None
         streams, pre = enter_streams(h, c.hc_mult)
         hashed = None
         if self.ngrams is not None:
-            hashed = self.ngrams.contexts([(segments[p.index].prev_ids, segments[p.index].ids) for p in rows.pieces])
+            hashed = self.ngrams.contexts([(segments[p.index].prev_ids, hashed_ids(segments[p.index])) for p in rows.pieces])
         phases = self._phases(rows)
         taps: dict[int, torch.Tensor] = {}
         for layer in self.layers:
             if hashed is not None and layer.index in c.engram_layer_ids:
-                streams = layer.engram(streams, self.ngrams.rows(layer.index, hashed))
+                streams = layer.engram(streams, self.ngrams.rows(layer.index, hashed), image)
             u = layer.attention_input(streams, pre)
             if layer.attn.owns_kv:
                 layer.attn.write_sources(u, self.ropes[True], shared)
@@ -125,11 +128,12 @@ class V41Model(nn.Module):
                     streams, pre, u = (x.index_select(0, take) for x in (streams, pre, u))
                     taps = {index: tap.index_select(0, take) for index, tap in taps.items()}
                     hashed = None if hashed is None else hashed[take[: rows.count].numpy()]
+                    image = None if image is None else image.index_select(0, take)
                 shared.enter(rows)
                 phases = self._phases(rows)
             if self.mtp and layer.index in c.dspark_target_layer_ids:
                 taps[layer.index] = mean_of_streams(streams)
-            streams, pre = layer(streams, layer.attn(u, phases[layer.compressed], shared))
+            streams, pre = layer(streams, layer.attn(u, phases[layer.compressed], shared), image)
         if self.mtp:
             self._feed_draft(taps, phases[False], shared)
         return self._outputs(collapse(streams, pre), rows, segments)
