@@ -12,6 +12,7 @@ import io
 import ipaddress
 import math
 import socket
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import unquote_to_bytes, urljoin, urlsplit
@@ -30,10 +31,7 @@ MAX_IMAGES = 600
 MAX_URL = 8192  # characters
 MAX_REDIRECTS = 10
 
-_PATCH = 14  # pixels
-_MERGE = 3  # patches a side in one token
-_MIN_AREA = 544**2
-_MAX_TOKENS = 1024
+GREY = 127  # beside an image whose sides don't have the ratio of whole patches
 _MAX_OUTPUT_SIDE = 16380  # WebP's limit, rounded to patches
 _FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "GIF": "image/gif", "WEBP": "image/webp"}
 _DATA_TYPES = {"image/png", "image/jpeg", "image/jpg", "image/gif", "image/webp"}
@@ -75,6 +73,16 @@ class ImageQuota(msgspec.Struct):
     bytes: int = 0
 
 
+class ImageRules(msgspec.Struct, frozen=True):
+    """How a vision encoder wants images; defaults are V4.1's. Lengths in pixels, `merge` in patches a side of one token."""
+
+    patch: int = 14
+    merge: int = 3
+    min_area: int = 544**2
+    max_tokens: int = 1024
+    max_ratio: float | None = None  # wider images are squeezed to this ratio of width to height
+
+
 class ImageSize(msgspec.Struct):
     """Size after resizing, and the tokens of it."""
 
@@ -86,16 +94,26 @@ class ImageSize(msgspec.Struct):
 # --- sizes -----------------------------------------------------------------------------------------------------------
 
 
+V41_RULES = ImageRules()
+
+
 def image_size(width: int, height: int, detail: ImageDetail = "high", low_side: int = LOW_SIDE) -> ImageSize:
-    """The size to which an image of `width` x `height` is resized, sides in multiples of 14 pixels."""
-    if detail == "low" and max(width, height) > low_side:
-        scale = low_side / max(width, height)
-        width, height = max(1, round(width * scale)), max(1, round(height * scale))
-    fitted = _grow(width, height)
-    tokens = _tokens(*fitted)
-    if tokens > _MAX_TOKENS:
-        fitted, tokens = _shrink(width, height)
-    return ImageSize(*_cap(*fitted), tokens)
+    """The size to which the referee resizes an image of `width` x `height`: `encoder_size`, but no side above WebP's limit."""
+    size = encoder_size(width, height, detail, V41_RULES, low_side)
+    return ImageSize(min(size.width, _MAX_OUTPUT_SIDE), min(size.height, _MAX_OUTPUT_SIDE), size.tokens)
+
+
+def encoder_size(
+    width: int, height: int, detail: ImageDetail = "high", rules: ImageRules = V41_RULES, low_side: int = LOW_SIDE
+) -> ImageSize:
+    """The size at which an encoder sees an image of `width` x `height`: sides in whole patches, at most `rules.max_tokens`."""
+    width, height = _logical(width, height, detail, rules, low_side)
+    fitted = _grow(width, height, rules)
+    tokens = _tokens(*fitted, rules)
+    if tokens > rules.max_tokens:
+        fitted = _shrink(width, height, rules)
+        tokens = _tokens(*fitted, rules)
+    return ImageSize(*fitted, tokens)
 
 
 def image_tokens(width: int, height: int) -> int:
@@ -103,49 +121,55 @@ def image_tokens(width: int, height: int) -> int:
     return image_size(width, height).tokens
 
 
-def _cells(side: int) -> int:
-    return math.ceil(math.ceil(side / _PATCH) / _MERGE)
+def _logical(width: int, height: int, detail: ImageDetail, rules: ImageRules, low_side: int) -> tuple[int, int]:
+    """The size that counts: a low-detail image is small, one that is too wide is narrower."""
+    if detail == "low" and max(width, height) > low_side:
+        scale = low_side / max(width, height)
+        width, height = max(1, round(width * scale)), max(1, round(height * scale))
+    if rules.max_ratio is not None and width > height * rules.max_ratio:
+        width = max(1, int(height * rules.max_ratio))
+    return width, height
 
 
-def _tokens(width: int, height: int) -> int:
+def _cells(side: int, rules: ImageRules) -> int:
+    return math.ceil(math.ceil(side / rules.patch) / rules.merge)
+
+
+def _tokens(width: int, height: int, rules: ImageRules) -> int:
     """Tokens: one a cell, one a row for its end, two around."""
-    columns, rows = _cells(width), _cells(height)
+    columns, rows = _cells(width, rules), _cells(height, rules)
     return columns * rows + rows + 2
 
 
-def _grow(width: int, height: int) -> tuple[int, int]:
-    """Up to about 544 x 544 pixels of area, sides rounded up to whole patches, until that changes nothing more."""
+def _grow(width: int, height: int, rules: ImageRules) -> tuple[int, int]:
+    """Up to about the least area, sides rounded up to whole patches, until that changes nothing more."""
     while True:
         before = width, height
-        if width * height < _MIN_AREA:
-            scale = math.sqrt(_MIN_AREA / (width * height))
+        if width * height < rules.min_area:
+            scale = math.sqrt(rules.min_area / (width * height))
             width, height = max(1, int(width * scale)), max(1, int(height * scale))
-        width, height = math.ceil(width / _PATCH) * _PATCH, math.ceil(height / _PATCH) * _PATCH
-        if width * height >= _MIN_AREA or (width, height) == before:
+        width, height = math.ceil(width / rules.patch) * rules.patch, math.ceil(height / rules.patch) * rules.patch
+        if width * height >= rules.min_area or (width, height) == before:
             return width, height
 
 
-def _shrink(width: int, height: int) -> tuple[tuple[int, int], int]:
-    """Down to the largest grid of cells that fits 1,024 tokens and keeps the ratio."""
+def _shrink(width: int, height: int, rules: ImageRules) -> tuple[int, int]:
+    """Down to the largest grid of cells that fits the tokens and keeps the ratio."""
+    room = rules.max_tokens - 2
     ratio = width / height
-    rows = (-1 + math.sqrt(1 + 4 * ratio * (_MAX_TOKENS - 2))) / (2 * ratio)
+    rows = (-1 + math.sqrt(1 + 4 * ratio * room)) / (2 * ratio)
     columns, rows = math.floor(ratio * rows), math.floor(rows)
     if columns < 1:
-        columns, rows = 1, (_MAX_TOKENS - 2) // 2
+        columns, rows = 1, room // 2
     elif rows < 1:
-        columns, rows = _MAX_TOKENS - 3, 1
-    cell = _PATCH * _MERGE
+        columns, rows = room - 1, 1
+    cell = rules.patch * rules.merge
     scale = min(cell * columns / width, cell * rows / height)
-    fitted = (_floor_patch(width * scale), _floor_patch(height * scale))
-    return fitted, _tokens(*fitted)
+    return _floor_patch(width * scale, rules), _floor_patch(height * scale, rules)
 
 
-def _floor_patch(side: float) -> int:
-    return max(_PATCH, math.floor(side / _PATCH) * _PATCH)
-
-
-def _cap(width: int, height: int) -> tuple[int, int]:
-    return min(width, _MAX_OUTPUT_SIDE), min(height, _MAX_OUTPUT_SIDE)
+def _floor_patch(side: float, rules: ImageRules) -> int:
+    return max(rules.patch, math.floor(side / rules.patch) * rules.patch)
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------
@@ -153,25 +177,79 @@ def _cap(width: int, height: int) -> tuple[int, int]:
 
 def preprocess(data: bytes, detail: ImageDetail = "high", max_side: int = MAX_SIDE, low_side: int = LOW_SIDE) -> ImageInfo:
     """Decode, resize and encode an image as WebP. Raises ImageError. CPU work: call it in a thread."""
-    from PIL import Image
+    image = open_image(data, max_side)
+    size = image_size(*image.size, detail, low_side)
+    encoded = io.BytesIO()
+    place(image, size.width, size.height).save(encoded, "WEBP", lossless=True, quality=0)
+    return ImageInfo(encoded.getvalue(), size.width, size.height)
+
+
+def open_image(data: bytes, max_side: int = MAX_SIDE) -> Any:
+    """The picture that a person would see: a PIL image in RGB. Raises ImageError. CPU work: call it in a thread.
+
+    The first frame of an animation, upright (EXIF), transparency on white, 16 bits a channel scaled to 8. A file that is cut
+    off or promises more than `max_side` pixels a side is refused; the latter before anything is decoded."""
+    from PIL import Image, ImageOps
 
     if not data:
         raise ImageError("EmptyImage", _UNSUPPORTED)
     try:
-        with Image.open(io.BytesIO(data), formats=list(_FORMATS)) as image:
-            if max(image.size) > max_side:
-                raise ImageError("ImageDimensionsTooLarge", _UNSUPPORTED)
-            size = image_size(*image.size, detail, low_side)
-            pixels = image.convert("RGB").resize((size.width, size.height), Image.Resampling.BICUBIC)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the size is checked here; an odd chunk is no reason to refuse a picture
+            with Image.open(io.BytesIO(data), formats=list(_FORMATS)) as image:
+                if max(image.size) > max_side:
+                    raise ImageError("ImageDimensionsTooLarge", f"{_UNSUPPORTED} {_size_text(image.size, max_side)}")
+                image.load()
+                return _to_rgb(ImageOps.exif_transpose(image))
     except ImageError:
         raise
     except Image.UnidentifiedImageError:
         raise ImageError("UnsupportedMediaType", _UNSUPPORTED) from None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+    except Exception:  # a decoder meets bytes that somebody made up: whatever it raises, they are no image
         raise ImageError("Decode", _UNSUPPORTED) from None
-    encoded = io.BytesIO()
-    pixels.save(encoded, "WEBP", lossless=True, quality=0)
-    return ImageInfo(encoded.getvalue(), size.width, size.height)
+
+
+def _size_text(size: tuple[int, int], limit: int) -> str:
+    return f"(The image is {size[0]} x {size[1]} pixels; at most {limit} a side are read.)"
+
+
+def _to_rgb(image: Any) -> Any:
+    from PIL import Image
+
+    if image.mode.startswith("I;16") or image.mode == "I":  # 16 bits of grey; a plain conversion would clip them
+        image = image.convert("I").point(lambda value: value / 257).convert("L")
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGB", image.size, (255, 255, 255))
+        white.paste(image, mask=image.getchannel("A"))
+        return white
+    return image.convert("RGB")
+
+
+def place(image: Any, width: int, height: int, squeeze: bool = False) -> Any:
+    """`image` (RGB) as large as fits into `width` x `height`, in the middle of grey; with `squeeze` it fills it."""
+    from PIL import Image
+
+    if squeeze:
+        return image.resize((width, height), Image.Resampling.BICUBIC)
+    scale = min(width / image.width, height / image.height)
+    inner = (max(1, min(width, round(image.width * scale))), max(1, min(height, round(image.height * scale))))
+    resized = image.resize(inner, Image.Resampling.BICUBIC)
+    if inner == (width, height):
+        return resized
+    canvas = Image.new("RGB", (width, height), (GREY, GREY, GREY))
+    canvas.paste(resized, ((width - inner[0]) // 2, (height - inner[1]) // 2))
+    return canvas
+
+
+def encoder_pixels(
+    data: bytes, detail: ImageDetail = "high", rules: ImageRules = V41_RULES, max_side: int = MAX_SIDE
+) -> tuple[bytes, ImageSize]:
+    """What an encoder sees of an encoded image: RGB bytes [height, width, 3] and their size. Raises ImageError. CPU work."""
+    image = open_image(data, max_side)
+    size = encoder_size(*image.size, detail, rules)
+    squeeze = rules.max_ratio is not None and image.width > image.height * rules.max_ratio
+    return place(image, size.width, size.height, squeeze).tobytes(), size
 
 
 def decode_data_url(url: str) -> bytes:
