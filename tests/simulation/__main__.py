@@ -52,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of names must be walked in the same order each time
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
+    gc.collect()
+    gc.freeze()  # what is imported stays; only worlds are looked through
     gc.disable()
     warnings.simplefilter("ignore")  # coroutines of killed processes were never awaited: that is what being killed means
     with installed():

@@ -28,6 +28,7 @@ class Config:
     queue_seconds: float
     prefill_seconds: float  # per token
     step_seconds: float
+    tick_seconds: float
     latency: float
     overtake: float  # share of messages that may be overtaken
 
@@ -202,6 +203,7 @@ def draw(seed: int) -> Plan:
         queue_seconds=pick((1.0, 20.0)),
         prefill_seconds=pick((0.0001, 0.0005, 0.001)),
         step_seconds=pick((0.01, 0.03)),
+        tick_seconds=pick((0.02, 0.05, 0.1)),
         latency=pick((0.0005, 0.003)),
         overtake=pick((0.0, 0.0, 0.1)),
     )

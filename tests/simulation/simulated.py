@@ -32,6 +32,7 @@ from headrace.kvstore.service import KvStoreService
 from headrace.transfer import peer as transfer_peer
 from headrace.transfer import server as transfer_server
 from headrace.worker import service as worker_service
+from headrace.worker.host import EngineHost
 from headrace.worker.sim import SimConfig, SimEngine
 
 from headrace.decode.service import DecodeService  # isort: skip
@@ -189,6 +190,11 @@ class _Micro:
         pass
 
 
+def host(engine: Any, on_events: Any, on_tick: Any) -> EngineHost:
+    """Ticks as often as the schedule says: a busy machine's come late too."""
+    return EngineHost(engine, on_events, on_tick, CLOCK.world.config.tick_seconds)
+
+
 class _NoMetrics:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -201,15 +207,16 @@ class _Clock:
 
     def __init__(self) -> None:
         self.world: Any = None
+        self.schedule: Any = None
 
     def monotonic(self) -> float:
-        return self.world.now
+        return self.schedule.now
 
     def time(self) -> float:
-        return EPOCH + self.world.now
+        return EPOCH + self.schedule.now
 
     def time_ns(self) -> int:
-        return int((EPOCH + self.world.now) * 1e9)
+        return int((EPOCH + self.schedule.now) * 1e9)
 
 
 CLOCK = _Clock()
@@ -234,8 +241,10 @@ def installed() -> Iterator[None]:
           ("CollectorRegistry", "ProcessCollector", "PlatformCollector", "GCCollector", "_ServiceCollector")),
         (worker_service, "Memory", SimMemory),
         (worker_service, "build", build),
+        (worker_service, "EngineHost", host),
         (worker_service, "_WorkerCollector", _NoMetrics),
         (kvstore_service, "Memory", SimMemory),
+        (kvstore_service, "TICK", kvstore_service.TICK),
         (kvstore_service, "Histogram", _NoMetrics),
         (kvstore_service, "_Collector", _NoMetrics),
         (transfer_peer, "shm", SHM),
@@ -253,8 +262,9 @@ def installed() -> Iterator[None]:
         structlog.configure(**old_log)
 
 
-def fresh_names() -> None:
-    """Ids are counted from the start in every world."""
+def fresh(config: Any) -> None:
+    """For a new world: ids are counted from the start, and what is of a module, not of a service, is as it says."""
+    kvstore_service.TICK = config.tick_seconds
     subjects._own, subjects._next = "simulated000", iter(range(1 << 40)).__next__
 
 

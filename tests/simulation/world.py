@@ -17,16 +17,19 @@ import sys
 import traceback
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from heapq import heappop, heappush
 from typing import Any
 from zlib import crc32
 
-from clock import ProcessLoop
+from clock import ProcessLoop, Schedule
 from network import Network
-from simulated import ATTEMPTS, BLOCK_BYTES, CLASSES, CLOCK, answer_length, fresh_names, meaning, prompt, settings
+from simulated import ATTEMPTS, BLOCK_BYTES, CLASSES, CLOCK, answer_length, fresh, meaning, prompt, settings
 
+import nats.errors
+
+from headrace.bus import BusError, StartError
 from headrace.bus import messages as m
 from headrace.gateway.dispatch import Record
 from headrace.kv.grants import owner, store
@@ -61,6 +64,9 @@ class Process:
     cut: str = ""  # "lose" | "hold": nothing passes between it and the bus
     dirty: bool = False  # bytes arrived in its memory
     seen: Any = None
+    pool: Any = None  # of its engine, once it is ready
+    engine: Any = None
+    tickets: Any = None
     doubtful: tuple[float, str] | None = None
     unheard: float = 0.0  # when its clients could last not expect it to be in time
 
@@ -154,7 +160,8 @@ class Sink:
 class World:
     def __init__(self, plan: Any) -> None:
         self.plan, self.config = plan, plan.config
-        self.now = 1000.0
+        self.schedule = Schedule(1000.0)
+        self.at = self.schedule.at
         self.rng = random.Random(plan.seed)
         self.over = self.healed = False
         self.violations: list[str] = []
@@ -166,19 +173,22 @@ class World:
         self.outcomes: Counter[str] = Counter()
         self.slow = 0.0  # seconds that a slice takes at most
         self.slice_bytes = 64
-        self.turns = 0
         self.traced = False  # print every message that arrives
         self.trouble_until = 0.0
-        self._heap: list[tuple[float, int, Any, tuple]] = []
-        self._tie = itertools.count()
         self._names = itertools.count(1)
-        CLOCK.world = self
-        fresh_names()
+        self._open = 0  # requests that have not ended
+        CLOCK.world, CLOCK.schedule = self, self.schedule
+        fresh(self.config)
 
     # ------------------------------------------------------------ time
 
-    def at(self, when: float, what: Any, *args: Any) -> None:
-        heappush(self._heap, (when, next(self._tie), what, args))
+    @property
+    def now(self) -> float:
+        return self.schedule.now
+
+    @property
+    def turns(self) -> int:
+        return self.schedule.turns
 
     def count(self) -> int:
         return next(self._names)
@@ -186,32 +196,13 @@ class World:
     def slice_seconds(self) -> float:
         return self.rng.uniform(0.0, self.slow) if self.slow else 0.0001
 
-    def step(self, until: float) -> bool:
-        """The next thing that happens; False: nothing does before `until`."""
-        when, who = self._heap[0][0] if self._heap else float("inf"), None
-        for process in self.processes:
-            if not (process.dead or process.paused):
-                due = process.loop.next_time()
-                if due < when:
-                    when, who = due, process
-        if when > until:
-            self.now = max(self.now, until)
-            return False
-        self.now = max(self.now, when)
-        if who is None:
-            _, _, what, args = heappop(self._heap)
-            what(*args)
-        else:
-            self.turns += 1
-            who.loop.turn()
-            self.check(who)
-        if self.violations:
-            raise Violation
-        return True
-
-    def run_until(self, until: float, done: Any = None) -> bool:
-        while not (done is not None and done()):
-            if not self.step(until):
+    def run_until(self, until: float, done: Any = None, every: float = 0.02) -> bool:
+        """What happens until then, or until `done` says so, which is asked every so many simulated seconds."""
+        while done is None or not done():
+            self.schedule.run(until if done is None else min(until, self.now + every))
+            if self.violations:
+                raise Violation
+            if self.now >= until:
                 return done is not None and done()
         return True
 
@@ -220,7 +211,7 @@ class World:
     def spawn(self, role: str, index: int) -> Process:
         place = (role, index)
         process = Process(self, role, len(self.processes), place, "shm" in self.config.transports)
-        process.loop = ProcessLoop(self, process)
+        process.loop = ProcessLoop(self, process, self._watcher(process))
         self.processes.append(process)
         self.places[place] = process
 
@@ -231,7 +222,17 @@ class World:
             process.service = service
             await service.start()
 
-        process.loop.create_task(main())
+        def started(task: asyncio.Task) -> None:
+            """A start that failed (the bus went down in it) ends the process; whoever supervises it starts another one."""
+            if task.cancelled() or task.exception() is None or process.dead or self.over:
+                return
+            if not isinstance(task.exception(), (BusError, StartError, nats.errors.Error)):
+                self.violate(f"the start of {role}{index} failed: {task.exception()!r}")
+            self.network.happened[f"failed start of {role}"] += 1
+            self.at(self.now, self.kill, process)
+            self.at(self.now + 0.5, lambda: self.spawn(role, index) if self.places[place] is process else None)
+
+        process.loop.create_task(main()).add_done_callback(started)
         return process
 
     def kill(self, process: Process) -> None:
@@ -239,6 +240,7 @@ class World:
         if process.dead:
             return
         process.dead = True
+        process.loop.die()
         self.network.gone(process)
         for memory in self.memories.values():
             if memory.process is process:
@@ -250,10 +252,13 @@ class World:
     @staticmethod
     def pause(process: Process) -> None:
         process.paused = True
+        if not process.dead:
+            process.loop.stop_running()
 
     def resume(self, process: Process) -> None:
         if process.paused and not process.dead:
             process.paused = False
+            process.loop.go_on()
             process.unheard = self.now
 
     def terminate(self, process: Process, budget: float) -> None:
@@ -296,6 +301,7 @@ class World:
         asked = Asked(number, plan, ids, gateway, self.now)
         asked.fresh()
         self.asked.append(asked)
+        self._open += 1
         asyncio._set_running_loop(gateway.loop)
         asked.task = gateway.loop.create_task(self._serve(asked))
         asyncio._set_running_loop(None)
@@ -331,6 +337,7 @@ class World:
                 return
             self.violate(f"request {asked.number} ended twice: {asked.ended}, then {how}")
         asked.ended = how
+        self._open -= 1
         self.outcomes[how if how != "error" else f"error {asked.error.code}"] += 1
         if how == "answer":
             self._check_answer(asked)
@@ -359,6 +366,7 @@ class World:
     def violate(self, what: str) -> None:
         if not self.over:
             self.violations.append(f"{self.now - 1000.0:.3f} s: {what}")
+            self.schedule.halted = True
 
     def on_log(self, event: dict) -> None:
         """Services log an error where something is broken in them."""
@@ -418,27 +426,37 @@ class World:
         if word != flag_value(wire.generation):
             self.violate(f"{key} was admitted without its flag")
 
-    def check(self, process: Process) -> None:
-        """After each turn of a process, if something about its memory changed."""
-        service = process.service
-        if service is None or process.dead:
-            return
-        if process.role in ("decode", "prefill"):
-            if service.engine is None or service.store is None or getattr(service, "landing", 0) is None:
+    def _watcher(self, process: Process) -> Callable[[], None]:
+        """What is called after each turn of a process: it looks at its memory, if something about that has changed."""
+        if process.role == "gateway":
+            return lambda: None
+        if process.role == "kvstore":
+            return lambda: self._watch_store(process)
+        return lambda: self._watch_worker(process)
+
+    def _watch_worker(self, process: Process) -> None:
+        pool = process.pool
+        if pool is None:
+            service = process.service
+            if service is None or service.state != "ready":
                 return
-            pool = service.engine.pool
-            tickets = service.landing.ledger if process.role == "decode" else service.tickets
-            seen = (pool._clock, len(pool._free), len(pool._cached), len(pool._in_quarantine), len(tickets.live),
-                    service.engine._steps)  # fmt: skip
-            if seen != process.seen or process.dirty or process.doubtful:
-                process.seen, process.dirty = seen, False
-                self._check_worker(process, service, pool)
-        elif process.role == "kvstore" and service.store is not None:
-            s = service.store
-            seen = (len(s.objects), s.arena.used, len(s.held.live), len(s.grants.live))
-            if seen != process.seen or process.dirty:
-                process.seen, process.dirty = seen, False
-                self._check_store(s)
+            pool = process.pool = service.engine.pool
+            process.engine = service.engine
+            process.tickets = service.landing.ledger.live if process.role == "decode" else service.tickets.live
+        seen = (pool._clock, len(pool._free), len(pool._cached), len(process.tickets), process.engine._steps)
+        if seen != process.seen or process.dirty or process.doubtful:
+            process.seen, process.dirty = seen, False
+            if not process.dead:
+                self._check_worker(process, process.service, pool)
+
+    def _watch_store(self, process: Process) -> None:
+        if process.service is None or process.dead or process.service.store is None:
+            return
+        s = process.service.store
+        seen = (len(s.objects), s.arena.used, len(s.held.live), len(s.grants.live))
+        if seen != process.seen or process.dirty:
+            process.seen, process.dirty = seen, False
+            self._check_store(s)
 
     def _check_worker(self, process: Process, service: Any, pool: Any) -> None:
         engine = service.engine
@@ -604,7 +622,7 @@ class World:
         return True
 
     def _all_ended(self) -> bool:
-        return all(asked.ended for asked in self.asked)
+        return not self._open
 
     def heal(self) -> None:
         """No fault any more: everybody runs, everything is connected, the dead are replaced."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -49,6 +50,7 @@ STATES = ("starting", "ready", "draining", "stalled", "stopped")
 Handler = Callable[[Any], m.Message | Awaitable[m.Message]]
 
 
+@functools.cache
 def package_version(role: str) -> str:
     for name in (f"headrace-{role}", "headrace-bus"):
         with contextlib.suppress(PackageNotFoundError):
