@@ -23,11 +23,10 @@ from functools import lru_cache
 from typing import Any
 from zlib import crc32
 
+import nats.errors
 from clock import ProcessLoop, Schedule
 from network import Network
 from simulated import ATTEMPTS, BLOCK_BYTES, CLASSES, CLOCK, answer_length, fresh, meaning, prompt, settings
-
-import nats.errors
 
 from headrace.bus import BusError, StartError
 from headrace.bus import messages as m
