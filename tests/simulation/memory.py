@@ -16,6 +16,7 @@ from typing import Any
 from headrace.transfer import memory as memories
 from headrace.transfer.copying import as_bytes, ended
 from headrace.transfer.errors import DeadlineExceeded, GenerationRefused
+from headrace.transfer.frames import Word
 from headrace.transfer.incarnation import NO_NONCE, nonce_of
 from headrace.transfer.memory import KINDS, Memory
 from headrace.transfer.server import Server
@@ -100,7 +101,18 @@ class SimShmPeer(ShmPeer):
 
     async def commit(self, region: str, offset: int, value: int, generation: int, deadline: float) -> None:
         self._check(generation, deadline)
-        await self._slice(region, offset, memoryview(struct.pack("<Q", value)), generation)
+        fault = self.world.network.fault("Flag")
+        word = memoryview(struct.pack("<Q", value))
+        if fault is None:
+            await self._slice(region, offset, word, generation)
+        elif fault[0] == "delay":
+            self.world.at(self.world.now + fault[1], self._late_word, region, offset, word)
+
+    def _late_word(self, region: str, offset: int, word: memoryview) -> None:
+        """A flag that its writer believes to be there lands only now, whoever's place that is meanwhile."""
+        if self.owner.alive:
+            self._range(region, offset, len(word))[:] = word
+            self.owner.process.dirty = True
 
     async def read(self, region: str, ranges: Any, generation: int = 0, deadline: float = 0.0, into: Any = None) -> Any:
         known = self.address.regions[region]
@@ -113,6 +125,7 @@ class SimShmPeer(ShmPeer):
                 raise DeadlineExceeded(f"reading from {self.instance} was not done before the deadline")
             source = self._range(region, offset, nbytes)
             await self._moment(lambda target=target, source=source: self._copy_now(target, source))
+            self._flip("Read", target)
         return targets
 
     async def close(self) -> None:
@@ -124,8 +137,19 @@ class SimShmPeer(ShmPeer):
         def land() -> None:
             target[:] = source
             self.world.landed(self.owner, generation, region, offset, len(source))
+            if self._checked_there():
+                self._flip("Bytes", target)
 
         await self._moment(land)
+
+    def _checked_there(self) -> bool:
+        """Somebody compares checksums of what is written there."""
+        return self.owner.process.role == "kvstore" or self.world.config.checksums
+
+    def _flip(self, name: str, target: memoryview) -> None:
+        """A byte comes out wrong, if the schedule says so."""
+        if self.world.network.fault(name) is not None:
+            target[len(target) // 2] ^= 0xFF
 
     async def _moment(self, what: Any) -> None:
         """`what` happens after the time that a slice takes; who is cancelled meanwhile waits for it."""
@@ -173,6 +197,29 @@ def watched_write(original: Any) -> Any:
         return targets, watch
 
     return _write
+
+
+def faulty_flags(original: Any) -> Any:
+    """`Owned.received`, with the flags that the schedule loses or delays: acknowledged, but not (yet) there."""
+
+    def received(self: Any, frame: Any) -> Any:
+        if not (isinstance(frame, Word) and self.incarnation):
+            return original(self, frame)
+        memory = self.server.memory
+        fault = memory.process.world.network.fault("Flag")
+        if fault is None or not memory.allows(frame.generation, frame.region, frame.offset, 8):
+            return original(self, frame)
+
+        def late() -> None:
+            if memory.allows(frame.generation, frame.region, frame.offset, 8):
+                memory.view(frame.region)[frame.offset : frame.offset + 8] = frame.value.to_bytes(8, "little")
+
+        if fault[0] == "delay":
+            memory.process.world.at(memory.process.world.now + fault[1], late)
+        self._acknowledge(frame.id, frame.generation)
+        return None
+
+    return received
 
 
 SHM = SimpleNamespace(visible=visible, ShmPeer=SimShmPeer)  # in place of the module `shm`

@@ -14,10 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.decode.landing import Landing
 from headrace.decode.service import DecodeService
 from headrace.gateway.dispatch import Dispatcher
-from headrace.kv.grants import ledger, owner, writer
+from headrace.gateway.routing import Residency
+from headrace.kv.grants import ledger, owner, store, writer
+from headrace.kvstore.objects import Objects
+from headrace.prefill.service import PrefillService
 from headrace.transfer.memory import Memory
+from headrace.worker.kvclient import KvStoreClient
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,83 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "writer-done": (
         Mutation("the writer says that it is done while a copy runs", writer, "_stop", "if after.in_flight:", "if False:"),
+    ),
+    "flag": (
+        Mutation("a commit is enough, whether or not the flag was seen", owner, "_gate", "if not ticket.flag:", "if False:"),
+    ),
+    "record": (
+        Mutation("the flag is enough, without the commit's record", owner, "_bound",
+                 "return replace(ticket, flag=True, poll=now + RECORD_GRACE), []", "return _admit(replace(ticket, flag=True))"),
+    ),
+    "all-placed": (
+        Mutation("the flag is sent before everything is placed", PrefillService, "_write_rest",
+                 'await peer.write("slab",', 'asyncio.ensure_future(peer.write("slab",'),
+        Mutation("", PrefillService, "_write_rest", "ticket.generation, until)\n        await peer.commit",
+                 "ticket.generation, until))\n        await peer.commit"),
+    ),
+    "checksums": (
+        Mutation("the hand-off's checksums are not compared", owner, "_committed", "if good:", "if True:"),
+    ),
+    "incarnation-lock": (
+        Mutation("a silent writer is taken for dead", Landing, "_carry", "if self.memory.fenced(writer):", "if True:"),
+    ),
+    "denied-ticket": (
+        Mutation("prefill said that it would never write for a ticket, and does when its bind is answered late", PrefillService,
+                 "_bind", "if ticket.ticket in self.denied:", "if False:"),
+    ),
+    "index": (
+        Mutation("output that came already is taken again", Dispatcher, "_on_entry", "if entry.index != choice.next:",
+                 "if False:"),
+    ),
+    "gap": (
+        Mutation("lost output is not asked for", Dispatcher, "_resume", "choice = record.choices[number]", "return"),
+    ),
+    "tail": (
+        Mutation("nor is what was lost last", Dispatcher, "_check_tail", "if known == epoch and seq < sent:", "if False:"),
+    ),
+    "looked-at-again": (
+        Mutation("an attempt that ended while its admission was awaited is run", Dispatcher, "_try",
+                 "if record.ended or record.attempt != attempt:  # deadline", "if False:  # deadline"),
+    ),
+    "cancel-repeated": (
+        Mutation("a cancel is sent once", Dispatcher, "_tell_cancel",
+                 "if tries >= CANCEL_TRIES and time.monotonic() > until:", "if True:"),
+    ),
+    "older-attempt": (
+        Mutation("an older attempt is admitted beside a newer one", DecodeService, "_stale",
+                 "self.attempts.get(message.request, -1) > message.attempt", "False"),
+    ),
+    "store-quarantine": (
+        Mutation("room of an expired grant is free at once", store, "tick",
+                 'after = replace(grant, phase=EXPIRED, outcome="expired", poll=now + POLL)',
+                 'return _free(replace(grant, outcome="expired"), [fx.Disarm(grant.generation)])'),
+    ),
+    "store-checksums": (
+        Mutation("objects are published whatever their checksums say", store, "step",
+                 "whole = tuple(index for index, fits in enumerate(good) if fits)", "whole = tuple(range(len(good)))"),
+        Mutation("", store, "step", "broken = tuple(index for index, fits in enumerate(good) if not fits)", "broken = ()"),
+    ),
+    "denied-grant": (
+        Mutation("a worker said that it would never write under a grant, and does when its reserve is answered late",
+                 KvStoreClient, "_write", "if answer.grant in self._denied:", "if False:"),
+    ),
+    "valid": (
+        Mutation("what was read under expired pins is used (without checksums, which find it too)", KvStoreClient, "_import",
+                 "valid = isinstance(released, m.KvReleased) and released.valid", "valid = True"),
+        Mutation("", KvStoreClient, "_import", "crc32(data) == w.checksum", "True"),
+    ),
+    "pins": (
+        Mutation("what is being read is evicted (without checksums, which find it too)", Objects, "_peek",
+                 "is stored and not stored.pins and not", "is stored and not"),
+        Mutation("", KvStoreClient, "_import", "crc32(data) == w.checksum", "True"),
+    ),
+    "read-checksums": (
+        Mutation("what was read is used whatever its checksums say", KvStoreClient, "_import", "crc32(data) == w.checksum",
+                 "True"),
+    ),
+    "events-gap": (
+        Mutation("a gap in a worker's block events voids nothing", Residency, "on_events",
+                 "if events.epoch != epoch or events.seq != seq + 1:", "if events.epoch != epoch:"),
     ),
 }  # fmt: skip
 

@@ -186,8 +186,8 @@ class Network:
     def _deliver(self, source: Any, client: SimClient, sid: int, args: tuple) -> None:
         if client.closed or client.process.dead or self.down:
             return
-        for process in (source, client.process):
-            if process.cut == "lose":
+        for process, one_way in ((source, "mute"), (client.process, "deaf")):
+            if process.cut in ("lose", one_way):
                 self.happened["cut off"] += 1
                 return
             if process.cut == "hold":
@@ -205,6 +205,14 @@ class Network:
         if name not in ("Ping", "Pong", "Presence", "KvEvents"):
             text = str(m.decode(args[2]) if args[2] else "nobody listens")
             print(f"{self.world.now - 1000.0:9.4f} {source.role}{source.number} -> {target.role}{target.number} {text[:230]}")
+
+    def fault(self, name: str) -> tuple | None:
+        """One more of what is no message (flags, bytes): what happens to it."""
+        self.counts[name] += 1
+        action = self.faults.get((name, self.counts[name]))
+        if action is not None:
+            self.happened[f"{action[0]} {name}"] += 1
+        return action
 
     def heal(self) -> None:
         """Somebody is connected again: what was held back arrives."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import structlog
 from clock import EPOCH
-from memory import SHM, SimMemory, watched_write
+from memory import SHM, SimMemory, faulty_flags, watched_write
 from network import SimBus
 
 from headrace.bus import Peers, Service, subjects
@@ -28,6 +28,7 @@ from headrace.gateway.dispatch import Dispatcher
 from headrace.gateway.routing import Router
 from headrace.gateway.settings import GatewaySettings
 from headrace.kvstore import service as kvstore_service
+from headrace.kvstore.arena import ALIGN
 from headrace.kvstore.service import KvStoreService
 from headrace.transfer import peer as transfer_peer
 from headrace.transfer import server as transfer_server
@@ -39,6 +40,8 @@ from headrace.decode.service import DecodeService  # isort: skip
 from headrace.prefill.service import PrefillService  # isort: skip
 
 BLOCK_BYTES, STATE_BYTES = 64, 32
+STORE_BYTES = 1 << 16  # the smallest that the kvstore takes
+STORE_OBJECTS = STORE_BYTES // ALIGN
 FIRST_TOKEN, REQUESTS, ATTEMPTS, CHOICES, POSITIONS = 1000, 30, 16, 4, 64
 LAST_PROMPT_ID = 500  # + request number
 
@@ -249,6 +252,7 @@ def installed() -> Iterator[None]:
         (kvstore_service, "_Collector", _NoMetrics),
         (transfer_peer, "shm", SHM),
         (transfer_server.Owned, "_write", watched_write(transfer_server.Owned._write)),
+        (transfer_server.Owned, "received", faulty_flags(transfer_server.Owned.received)),
     ]  # fmt: skip
     saved = [(where, name, getattr(where, name)) for where, name, _ in patches]
     structlog.configure(processors=[heard], wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
@@ -274,8 +278,10 @@ def settings(role: str, config: Any, name: str) -> Any:
         return GatewaySettings(name=name, trace=False, queue_seconds=config.queue_seconds, max_queue=64, metrics_port=0)
     if role == "kvstore":
         return kvstore_service.KvStoreSettings(
-            name=name, trace=False, capacity_bytes=1 << 16, max_ttl_seconds=config.store_seconds, transports=config.transports
-        )
+            name=name, trace=False, capacity_bytes=STORE_BYTES, max_ttl_seconds=config.store_seconds,
+            transports=config.transports, evict_stop=config.store_objects / 2 / STORE_OBJECTS,
+            evict_start=config.store_objects / STORE_OBJECTS, refuse_above=min(1.0, 3 * config.store_objects / STORE_OBJECTS),
+        )  # fmt: skip
     cls = CLASSES[role].Settings
     more = {"ticket_seconds": config.ticket_seconds, "slab_slots": config.slab_slots, "growth_tokens": 64}
     return cls(
@@ -292,4 +298,3 @@ def prompt(number: int, group: int, tokens: int) -> array:
     shared = max(0, (tokens - 1) // 128 * 128 - 128 * (number % 2))
     ids = [200 + group] * shared + [300 + number % 150] * (tokens - 1 - shared) + [LAST_PROMPT_ID + number]
     return array("I", ids)
-

@@ -10,17 +10,19 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def simulation(*flags: str, timeout: float = 110.0) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(HERE), *flags], capture_output=True, text=True, timeout=timeout)
+def simulation(*flags: str) -> subprocess.CompletedProcess:
+    """Bounded by the number of schedules, never by time: a slow machine finds the same as a fast one."""
+    return subprocess.run([sys.executable, str(HERE), *flags], capture_output=True, text=True, timeout=1800.0)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_whatever_happens_every_invariant_holds():
-    """About a minute of schedules; a failure prints the seed that replays it, and a smaller schedule that fails too."""
-    done = simulation("--schedules", "2000", "--seconds", "45", "--json")
+    """A failure prints the seed that replays it, and a smaller schedule that fails too."""
+    done = simulation("--schedules", "400", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["schedules"] >= 20 and result["outcomes"]["answer"] > result["schedules"], result
+    assert result["schedules"] == 400 and result["outcomes"]["answer"] > 400, result
 
 
 def test_a_seed_is_one_schedule():
@@ -30,7 +32,7 @@ def test_a_seed_is_one_schedule():
     assert first.stdout == second.stdout and first.stdout.count(" -> ") > 100
 
 
-@pytest.mark.parametrize("name", ["quarantine", "duplicate-commit", "all-or-nothing", "writer-done"])
+@pytest.mark.parametrize("name", ["duplicate-commit", "all-or-nothing", "record", "flag", "index", "gap"])
 def test_a_missing_guard_is_found(name):
     """The guards whose absence shows within some tens of schedules; `--mutate all` has the others."""
     done = simulation("--mutate", name, "--schedules", "400")

@@ -385,7 +385,7 @@ class World:
         """Bytes of a generation were just placed. Whose memory is that now?"""
         process = memory.process
         process.dirty = True
-        if process.dead or memory._closed or self.over:
+        if process.dead or memory._closed or self.over or region == "mailbox":  # a flag of another generation is no flag
             return
         for start in range(offset, offset + nbytes, BLOCK_BYTES) if region == "kv" else (offset,):
             memory.placed[generation].add((region, start))
@@ -590,9 +590,11 @@ class World:
             return self.violate(f"{HANGS:g} s after the last fault these requests hang: {', '.join(names)}")
         if not self.run_until(self.now + QUIET, lambda: not self.debts()):
             return self.violate(f"after {QUIET:g} s of quiet: {self.debts()}")
-        if self.plan.faults:
-            self.run_until(healed + LEASE)
-        self._probe()
+        self._check_residency()
+        if plan.probes:
+            if plan.faults:
+                self.run_until(healed + LEASE)
+            self._probe()
 
     def _probe(self) -> None:
         """The system serves as on its first day."""
@@ -607,6 +609,22 @@ class World:
                 self.violate(f"after everything was healed a new request got {asked.ended} {asked.error or ''}")
         if not self.run_until(self.now + QUIET, lambda: not self.debts()):
             self.violate(f"{QUIET:g} s after the last requests: {self.debts()}")
+
+    def _check_residency(self) -> None:
+        """What a gateway believes of a worker, all of whose events it has heard of, is not more than what is there."""
+        live = {p.service.instance: p.service for p in self.processes if not p.dead and p.role in ("prefill", "decode")}
+        for process in self.processes:
+            if process.dead or process.role != "gateway":
+                continue
+            residency = process.service.router.residency
+            index = residency._index
+            for instance, position in residency._position.items():
+                worker, bit = live.get(instance), index._bits.get(instance, 0)
+                if worker is None or position != (worker.epoch, worker.event_seq) or instance in residency._syncing:
+                    continue
+                too_much = {h for h, mask in index._masks.items() if mask & bit} - set(worker.engine.pool.resident())
+                if too_much and not worker.engine.pool._changes:
+                    self.violate(f"{process.service.instance} believes {len(too_much)} blocks at {instance} that are not there")
 
     def _served(self) -> bool:
         """Everybody is ready, and the gateways know it."""

@@ -1,5 +1,6 @@
 """The choice of a pair: spread, affinity, load, freshness of what is known about residency."""
 
+import asyncio
 import random
 from collections import Counter
 
@@ -138,4 +139,33 @@ async def test_a_gap_or_a_new_epoch_voids_what_was_known():
     assert residency.match([block(0)]) == {} and residency.match([block(8)]) == {"p": 1}
     residency.on_events(m.KvEvents("p", 2, 2, cleared=True), "")
     assert residency.match([block(8)]) == {}
+    await residency.stop()
+
+
+async def test_what_an_event_removed_does_not_come_back_with_an_older_page():
+    """The page of a snapshot may be overtaken by events that are newer than it; or by another gap, and then it is worthless."""
+    pages: list[asyncio.Future] = []
+
+    class SlowBus:
+        async def request(self, role, instance, verb, message, timeout=1.0):
+            pages.append(asyncio.get_running_loop().create_future())
+            return await pages[-1]
+
+    residency = Residency(SlowBus(), lambda instance: "prefill")
+    residency.on_events(m.KvEvents("p", 1, 5, block(9)), "")
+    await asyncio.sleep(0)
+    residency.on_events(m.KvEvents("p", 1, 6, b"", block(0)), "")
+    pages[0].set_result(m.KvBlocks(1, 5, block(0) + block(1) + block(9), -1))
+    await next(iter(residency._syncing.values()))
+    assert residency.match([block(0)]) == {} and residency.match([block(1)]) == residency.match([block(9)]) == {"p": 1}
+
+    residency.on_events(m.KvEvents("p", 1, 8, block(3)), "")
+    await asyncio.sleep(0)
+    residency.on_events(m.KvEvents("p", 1, 10, block(4)), "")
+    pages[1].set_result(m.KvBlocks(1, 8, block(1) + block(3), -1))
+    await asyncio.sleep(0.01)
+    assert len(pages) == 3 and residency.match([block(1)]) == {}, "what was removed in event 9 is not known"
+    pages[2].set_result(m.KvBlocks(1, 10, block(3) + block(4), -1))
+    await next(iter(residency._syncing.values()))
+    assert residency.match([block(1)]) == {} and residency.match([block(3)]) == residency.match([block(4)]) == {"p": 1}
     await residency.stop()

@@ -100,8 +100,10 @@ class Landing:
         for ticket, state in self.ledger:
             if not state.flag and state.phase in (owner.BOUND, owner.COMMITTED):
                 self.look(ticket, now)
-        for ticket, effect in self.ledger.tick(now):
-            self._carry(self.landed.get(ticket), [effect], now)
+        due = self.ledger.tick(now)
+        landed = {ticket: self.landed.get(ticket) for ticket, _ in due}  # of a ticket that frees its slot before it tells
+        for ticket, effect in due:
+            self._carry(landed[ticket], [effect], now)
 
     def look(self, ticket: str, now: float) -> None:
         """Is the flag there?"""

@@ -241,6 +241,8 @@ class Residency:
         self._index = PrefixIndex()
         self._position: dict[str, tuple[int, int]] = {}  # instance -> epoch, seq
         self._syncing: dict[str, asyncio.Task] = {}
+        self._removed: dict[str, list[tuple[int, list[bytes]]]] = {}  # while syncing: event seq, what it removed
+        self._stale: set[str] = set()  # while syncing: a page that was asked for is too old, for there was a gap
         self._recent: OrderedDict[bytes, tuple[str, float]] = OrderedDict()  # block hash -> who got it, until
         self.resyncs = 0
 
@@ -293,28 +295,49 @@ class Residency:
         if events.cleared:
             self._index.clear(events.instance)
         if events.removed:
-            self._index.remove(events.instance, _split(events.removed))
+            removed = _split(events.removed)
+            self._index.remove(events.instance, removed)
+            if events.instance in self._removed:
+                self._removed[events.instance].append((events.seq, removed))
         if events.stored:
             self._index.add(events.instance, _split(events.stored))
 
     def _resync(self, instance: str) -> None:
+        self._stale.add(instance)
         if instance not in self._syncing:
             self.resyncs += 1
             task = self._syncing[instance] = asyncio.create_task(self._fetch(instance))
-            task.add_done_callback(lambda _: self._syncing.pop(instance, None))
+            task.add_done_callback(lambda _: self._synced(instance))
+
+    def _synced(self, instance: str) -> None:
+        del self._syncing[instance]
+        self._removed.pop(instance, None)
+        self._stale.discard(instance)
 
     async def _fetch(self, instance: str) -> None:
-        """Pages of a snapshot. Events that arrive meanwhile are applied; a block removed between two pages may stay listed
-        until the next resync, which costs a wrong guess and nothing else."""
-        role, start = self._role_of(instance), 0
-        while role is not None and start >= 0:
+        """Pages of a snapshot; from the first again if there was another gap meanwhile. Events that arrive meanwhile are
+        applied, also to a page that is older than they: what they removed must not come back. A block that moves between two
+        pages may be missed."""
+        start = 0
+        while start >= 0 or instance in self._stale:
+            if instance in self._stale:
+                self._stale.discard(instance)
+                self._removed[instance], start = [], 0
+            role = self._role_of(instance)
+            if role is None:
+                return
             try:
                 page = await self._bus.request(role, instance, "blocks", m.KvSnapshot(start), timeout=2.0)
             except BusError:
                 return
             if not isinstance(page, m.KvBlocks):
                 return
-            self._index.add(instance, _split(page.hashes))
+            if instance in self._stale:
+                continue
+            if self._position.get(instance, (0, 0))[0] != page.epoch:
+                return  # it left while it was asked
+            gone = {block_hash for seq, removed in self._removed[instance] if seq > page.seq for block_hash in removed}
+            self._index.add(instance, [block_hash for block_hash in _split(page.hashes) if block_hash not in gone])
             start = page.next
 
 
