@@ -258,7 +258,7 @@ class Dispatcher:
         """Raises what the client is told when waiting is no use, or no worker has come since `nobody`."""
         if refusal is not None and refusal.code not in WAIT_CODES:
             raise errors.from_refusal(refusal, "workers")
-        if time.monotonic() - nobody >= self.settings.worker_seconds:
+        if time.monotonic() >= nobody + self.settings.worker_seconds:
             missing = "" if group.prefills and group.decodes else "prefill " if group.decodes else "decode "
             raise errors.no_workers(f"{missing}worker for {group.model}", self.settings.worker_seconds)
 
@@ -359,10 +359,12 @@ class Dispatcher:
             self._nudge = self._loop.call_later(NUDGE_SECONDS, self._on_nudge)
         until = nobody + self.settings.worker_seconds if nobody else record.queued + self.settings.queue_seconds
         try:
-            async with asyncio.timeout(min(until - time.monotonic(), record.remaining())):
+            async with asyncio.timeout(min(until, record.deadline) - time.monotonic()):
                 await turn
         except TimeoutError:
-            if not nobody:
+            if record.deadline <= until:
+                self._on_deadline(record)
+            elif not nobody:
                 raise errors.busy(f"no worker had room within {self.settings.queue_seconds:g} s") from None
         finally:
             if turn in self._waiting:  # not called up: its time is over, or its client gone
