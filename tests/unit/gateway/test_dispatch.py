@@ -167,7 +167,11 @@ async def test_when_no_worker_comes_it_is_a_503_with_retry_after(bare, how):
     await bare.add_prefill()
     await bare.start_gateway(worker_seconds=0.5)
     await bare.ready()
-    decode.vanish() if how == "vanish" else decode.set_state("draining")
+    if how == "vanish":
+        decode.vanish()
+    else:
+        decode.set_state("draining")
+        await eventually(lambda: not bare.gateway.router.groups["fake"].decodes)
     status, headers, reply = await asyncio.wait_for(bare.post(chat()), SOON)
     assert status == 503 and int(headers["Retry-After"]) >= 1 and reply["error"]["code"] == "no_workers"
     assert "within 0.5 s" in reply["error"]["message"]
