@@ -195,3 +195,25 @@ def test_pools_add_up_whatever_is_cancelled(data):
         engine.cancel(name)
     engine.pool.check(engine.owners())
     assert engine.pool.used == 0 and engine.stats()["free_slots"] == SMALL["max_num_seqs"]
+
+
+@pytest.mark.parametrize("kind", ["words", "script", "echo"])
+def test_a_continuation_elsewhere_says_what_is_left(kind):
+    """From any token on, in any choice, over a block boundary, up to EOS or the limit."""
+    config = {"words": {}, "script": {"script": [list(range(40, 60))]}, "echo": {"echo": True}}[kind]
+    prompt = list(range(120))
+    for n, most in ((1, 30), (3, 6)):
+        engine = make(**config)
+        engine.submit(request(engine, "whole", prompt, seed=4, n=n, max_tokens=most))
+        events = run(engine)
+        for choice in range(n):
+            ids, finish = text(events, "whole", choice)
+            for begun in range(len(ids)):
+                other = make(**config)
+                rest = request(other, "rest", prompt + ids[:begun], seed=4, max_tokens=most)
+                rest.output_tokens, rest.first_choice = begun, choice
+                other.submit(rest)
+                told = [e for e in run(other) if isinstance(e, api.Tokens)]
+                assert [e.index for e in told] == list(range(begun, len(ids) + (finish == "stop")))
+                assert [i for e in told for i in e.ids] == ids[begun:] and told[-1].finish == finish
+                other.pool.check(other.owners())

@@ -141,6 +141,22 @@ class EngineRequest:
     deadline: float | None = None  # time.monotonic seconds
     prefill_only: bool = False  # role PREFILL: stop after the last row's hidden vector
     images: Sequence[ImageSpan] = ()  # in order; no other token of `ids` has the image id
+    output_tokens: int = 0  # so many of the last ids are output already: an attempt elsewhere gave them, this one goes on
+    first_choice: int = 0  # number of choice 0 among those of the whole request: the noise is keyed by it
+
+    def check(self, prompt_tokens: int) -> None:
+        """ValueError names what is wrong. `prompt_tokens`: ids in all."""
+        self.sampling.check()
+        given, most = self.output_tokens, self.sampling.max_tokens
+        if not 0 <= given < prompt_tokens or given >= most:
+            raise ValueError(
+                f"output_tokens is {given}; of {prompt_tokens} ids and max_tokens {most} it must leave a prompt and a token to "
+                "sample"
+            )
+        if given and self.sampling.n > 1:
+            raise ValueError(f"output_tokens is {given} and n is {self.sampling.n}: each choice goes on by itself")
+        if self.first_choice < 0:
+            raise ValueError(f"first_choice must be at least 0; got {self.first_choice}")
 
 
 @dataclass(slots=True)

@@ -66,7 +66,7 @@ class Ledger:
             )
         if request.hashes and len(request.hashes) != n // block:
             raise ValueError(f"{n} tokens have {n // block} full blocks of {block}; got {len(request.hashes)} hashes")
-        request.sampling.check()
+        request.check(n)
         if request.images:
             check_images(request.images, n)
         self._arrivals += 1
@@ -77,7 +77,7 @@ class Ledger:
             arrival=self._arrivals,
             prefill_only=prefill_only,
             prompt_len=n,
-            max_len=min(n + request.sampling.max_tokens, self.max_model_len),
+            max_len=min(n - request.output_tokens + request.sampling.max_tokens, self.max_model_len),
             decoder_floor=self.decoder_floor(n),
         )
 

@@ -176,7 +176,8 @@ class _Laps:
 
 def _draw(s: Sample) -> Draw:
     sequence = s.sequence
-    return Draw(sequence.request.sampling, sequence.choice, s.position, sequence.ids, sequence.prompt_len)
+    choice = sequence.request.first_choice + sequence.choice
+    return Draw(sequence.request.sampling, choice, s.position, sequence.ids, sequence.output_start)
 
 
 def _to_bytes(vector: torch.Tensor) -> bytes:

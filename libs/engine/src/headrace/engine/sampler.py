@@ -37,7 +37,7 @@ class Draw:
     choice: int
     position: int  # absolute, of the token that is chosen
     ids: Sequence[int]  # all tokens before it, prompt first
-    prompt_len: int
+    prompt_len: int  # of the client's prompt: all after it counts as output, whoever sampled it
     more: Sequence[int] = ()  # ... and behind `ids`: drafts that are taken as given
     purpose: rng.Purpose = rng.Purpose.SAMPLE
 

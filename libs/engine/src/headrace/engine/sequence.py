@@ -6,6 +6,9 @@ prompt and the tokens sampled so far; row i holds the id at position i.
     0 ......... write_floor ......... computed ......... prompt_len ......... len(ids)
       resident    (cached tokens)       next row to run     first sampled token
 
+A request that goes on with output of another node has that in its prompt: the output then begins at `output_start`, below
+`prompt_len`.
+
 A replay begins `computed` below `write_floor`: those rows run again, and leave the paged entries alone.
 """
 
@@ -93,8 +96,13 @@ class Sequence:
         return self.computed < self.prompt_len
 
     @property
+    def output_start(self) -> int:
+        """Where the client's prompt ends. The rest of `ids` is output; what is before `prompt_len` was sampled elsewhere."""
+        return self.prompt_len - self.request.output_tokens
+
+    @property
     def output_len(self) -> int:
-        return len(self.ids) - self.prompt_len
+        return len(self.ids) - self.output_start
 
 
 @dataclass(slots=True)

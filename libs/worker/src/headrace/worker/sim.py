@@ -98,7 +98,8 @@ class _Sequence:
     cached: int = 0
     replay: int = 0
     snapshot: bool = False
-    output: int = 0  # tokens sampled
+    begun: int = 0  # of `prompt`, the last tokens are output already, of an attempt elsewhere
+    output: int = 0  # tokens sampled here
     stream: Sequence[int] | None = None
     offset: int = 0
     cyclic: bool = True
@@ -170,6 +171,7 @@ class SimEngine:
         n, config = len(request.ids), self.config
         if n < 1:
             raise ValueError("the prompt is empty; it needs at least one token")
+        request.check(n)
         if n > config.max_model_len:
             raise ValueError(f"the prompt has {n} tokens; the model takes {config.max_model_len}")
         if -(-n // BLOCK) > config.num_blocks:
@@ -199,6 +201,7 @@ class SimEngine:
         """Checks every block, the state and the hidden vector against the ids, then decodes. Corrupt (a ValueError) leaves the
         reservation as it was."""
         table = self._tables[reservation.request]
+        request.check(len(handoff.ids))
         first = self._sequence(request, ids=handoff.ids)
         first.position = first.prompt
         self._verify_blocks(first, table)
@@ -489,9 +492,9 @@ class SimEngine:
 
     def _decode(self, sequence: _Sequence, events: list[api.Event]) -> None:
         """Compute the row of the last token, if there is one, and sample the next."""
-        sampling, k = sequence.request.sampling, sequence.output
-        rows = sequence.prompt + k
-        if k and rows % BLOCK == 0:
+        sampling, k = sequence.request.sampling, sequence.begun + sequence.output
+        rows = sequence.prompt + sequence.output
+        if sequence.output and rows % BLOCK == 0:
             self._filled(sequence, rows, events)
         token = self._token(sequence, k)
         finish, stop_id, ids = "", -1, [token]
@@ -503,7 +506,7 @@ class SimEngine:
         elif token in sampling.stop_token_ids and k >= sampling.min_tokens:
             finish, stop_id = "stop", token
         sequence.tokens.extend(ids)
-        sequence.output = k + 1
+        sequence.output += 1
         if not finish and (k + 1 >= sampling.max_tokens or rows + 1 >= self.config.max_model_len):
             finish = "length"
         logprobs = None
@@ -538,16 +541,15 @@ class SimEngine:
         )
 
     def _script(self, sequence: _Sequence) -> None:
-        """Choose the answer: a function of prompt, seed and choice alone."""
-        key = sequence.tokens[: sequence.prompt].tobytes() + (sequence.request.sampling.seed & (1 << 64) - 1).to_bytes(
-            8, "little"
-        )
-        pick = int.from_bytes(_mark(key)[:4], "little") + sequence.choice
-        reply = self._reply(sequence.tokens[: sequence.prompt])
+        """Choose the answer: a function of the client's prompt, seed and choice alone."""
+        request, prompt = sequence.request, sequence.tokens[: sequence.prompt - sequence.begun]
+        key = prompt.tobytes() + (request.sampling.seed & (1 << 64) - 1).to_bytes(8, "little")
+        pick = int.from_bytes(_mark(key)[:4], "little") + request.first_choice + sequence.choice
+        reply = self._reply(prompt)
         if reply is not None:
             sequence.stream, sequence.cyclic = reply, False
         elif self.config.echo:
-            sequence.stream, sequence.cyclic = sequence.tokens[: sequence.prompt], False
+            sequence.stream, sequence.cyclic = prompt, False
         elif self.config.script:
             sequence.stream, sequence.cyclic = self.config.script[pick % len(self.config.script)], False
         else:
@@ -576,7 +578,8 @@ class SimEngine:
 
     def _sequence(self, request: api.EngineRequest, ids=None, choice: int = 0) -> _Sequence:
         tokens = array("I", request.ids if ids is None else ids)
-        return _Sequence(request, choice, list(request.hashes[: len(tokens) // BLOCK]), tokens=tokens, prompt=len(tokens))
+        hashes = list(request.hashes[: len(tokens) // BLOCK])
+        return _Sequence(request, choice, hashes, tokens=tokens, prompt=len(tokens), begun=request.output_tokens)
 
     def _free(self, sequence: _Sequence) -> None:
         if sequence in self._dying:
