@@ -45,6 +45,15 @@ class Part(msgspec.Struct, array_like=True, gc=False):
 # ---------------------------------------------------------------- shared parts
 
 
+class Grammar(Part):
+    """What an output has to be. Same fields and meaning as `headrace.engine.api.Grammar`."""
+
+    kind: str  # json_schema | regex | lark
+    text: str
+    after: int = -1  # it begins after this token of the output; -1: with the first one
+    optional: bool = False  # the output may end before it begins
+
+
 class Sampling(Part):
     """How to choose tokens. Same fields and meaning as `headrace.engine.SamplingParams` (a test holds them equal)."""
 
@@ -62,6 +71,8 @@ class Sampling(Part):
     ignore_eos: bool = False
     logprobs: int = -1  # -1: none; 0: the sampled token's; k: also the k most likely
     n: int = 1
+    logit_bias: dict[int, float] = {}
+    grammar: Grammar | None = None
 
 
 class Load(Part):

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .api import EngineConfig, EngineRequest, Role, SamplingParams
+from .api import EngineConfig, EngineRequest, Grammar, Role, SamplingParams
 
 if TYPE_CHECKING:
     from .core import EngineCore
     from .llm import LLM
 
-__all__ = ["LLM", "EngineConfig", "EngineCore", "EngineRequest", "Role", "SamplingParams"]
+__all__ = ["LLM", "EngineConfig", "EngineCore", "EngineRequest", "Grammar", "Role", "SamplingParams"]
 
 
 def __getattr__(name: str):

@@ -72,6 +72,24 @@ class EngineConfig:
             raise ValueError(f"chunk_tokens must be at least 1 each; got {list(self.chunk_tokens)}")
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output has to be. The wire twin is `headrace.bus.messages.Grammar`.
+
+    `after`: the output is free up to and with this token, and the grammar says what follows it (the end of thinking, the token
+    that opens a tool call); -1: it begins with the first token. `optional`: the output may end without that token.
+    """
+
+    kind: str  # json_schema | regex | lark
+    text: str  # the schema as JSON text, the regular expression, or the grammar in llguidance's Lark
+    after: int = -1
+    optional: bool = False
+
+
+GRAMMAR_KINDS = ("json_schema", "regex", "lark")
+MAX_BIASES = 1024  # tokens that one request may name in logit_bias
+
+
 @dataclass(slots=True)
 class SamplingParams:
     """How to choose tokens. The wire twin is `headrace.bus.messages.Sampling`."""
@@ -90,8 +108,10 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int = -1  # -1 none, 0 the sampled token's, k also the k most likely
     n: int = 1
+    logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits of these tokens, -100 to 100
+    grammar: Grammar | None = None
 
-    def check(self) -> None:
+    def check(self, vocab_size: int | None = None) -> None:
         """ValueError names the parameter, its value and its range."""
         for name, good, rule in (
             ("temperature", 0.0 <= self.temperature < float("inf"), "at least 0"),
@@ -108,6 +128,15 @@ class SamplingParams:
         ):
             if not good:
                 raise ValueError(f"{name} must be {rule}; got {getattr(self, name)}")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise ValueError(f"logit_bias names {len(self.logit_bias)} tokens; at most {MAX_BIASES} may be named")
+        for token, bias in self.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise ValueError(f"logit_bias of token {token} must be from -100 to 100; got {bias}")
+            if token < 0 or (vocab_size is not None and token >= vocab_size):
+                raise ValueError(f"logit_bias: token ids are from 0 to {(vocab_size or 1 << 32) - 1}; got {token}")
+        if self.grammar is not None and self.grammar.kind not in GRAMMAR_KINDS:
+            raise ValueError(f"a grammar's kind must be one of {', '.join(GRAMMAR_KINDS)}; got {self.grammar.kind!r}")
 
 
 @dataclass(slots=True)
@@ -287,6 +316,7 @@ class Engine(Protocol):
 
     info: EngineInfo
     pool: Any  # headrace.kv.pool.BlockPool: blocks, references, hashes, quarantine
+    grammars: Any | None  # headrace.engine.grammar.Grammars; None: no output here follows a grammar
 
     def submit(self, request: EngineRequest) -> None:
         """PREFILL/BOTH: queue a prompt. ValueError names what is wrong (too long: both numbers)."""

@@ -16,12 +16,14 @@ from headrace.kv.pool import BlockPool
 
 from . import api
 from .batch import Model
+from .grammar import Grammars
 from .images import check_embeddings, check_image_ids
 from .ledger import Ledger
 from .postprocess import Postprocessor
 from .runner import Runner
 from .scheduler import Scheduler
 from .sequence import Plan, Result
+from .sequence import Sequence as OneOutput
 from .snapshots import HEADER_BYTES, Snapshot
 from .speculation import Costs, Options, Speculator, StepCurve, read_temperatures
 from .stepcurve import measure
@@ -30,10 +32,16 @@ __all__ = ["EngineCore"]
 
 
 class EngineCore:
-    """`kv_buffer`: host memory of num_blocks * block_bytes bytes that becomes the KV pool, so that peers can write into it."""
+    """`kv_buffer`: host memory of num_blocks * block_bytes bytes that becomes the KV pool, so that peers can write into it.
+    `grammars`: of the model's tokenizer; without it requests with a grammar are refused."""
 
     def __init__(
-        self, model: Model, config: api.EngineConfig | None = None, kv_buffer=None, clock: Callable[[], float] = time.monotonic
+        self,
+        model: Model,
+        config: api.EngineConfig | None = None,
+        kv_buffer=None,
+        clock: Callable[[], float] = time.monotonic,
+        grammars: Grammars | None = None,
     ) -> None:
         config = config or api.EngineConfig()
         spec = model.spec
@@ -46,7 +54,7 @@ class EngineCore:
         self.speculator = _speculator(config, self.runner)
         self.scheduler = Scheduler(self.ledger, self.speculator)
         self.postprocessor = Postprocessor(self.ledger, model.eos_token_ids, self.speculator)
-        self._clock = clock
+        self._clock, self.grammars = clock, grammars
         self._image_token = getattr(model, "image_token_id", None)  # of a model that sees
         self.info = api.EngineInfo(
             kind=getattr(model, "kind", "v41"),
@@ -72,7 +80,7 @@ class EngineCore:
 
     def submit(self, request: api.EngineRequest) -> None:
         self._check_ids(request.ids, request.images)
-        sequence = self.ledger.new_sequence(request, list(request.ids))
+        sequence = self._new_sequence(request, list(request.ids))
         check_embeddings(request.images, self.info.hidden_bytes // 4)
         self.ledger.enqueue(sequence)
 
@@ -105,7 +113,7 @@ class EngineCore:
                 f"request {request.request!r}: the hidden vector has {len(handoff.hidden)} bytes; this model's has "
                 f"{self.info.hidden_bytes}"
             )
-        sequence = self.ledger.new_sequence(request, ids)
+        sequence = self._new_sequence(request, ids)
         del self._reserved[reservation.slot]
         self.ledger.admit(sequence, reservation.slot, blocks, len(resident), handoff)
 
@@ -220,6 +228,16 @@ class EngineCore:
         if entry is None or entry[0] is not reservation:
             raise ValueError(f"request {reservation.request!r}: this reservation is not open here")
         return entry[1]
+
+    def _new_sequence(self, request: api.EngineRequest, ids: list[int]) -> OneOutput:
+        """A checked sequence with the state of its grammar. ValueError says what can't be."""
+        sequence, sampling = self.ledger.new_sequence(request, ids), request.sampling
+        sampling.check(self.info.vocab_size)
+        if sampling.grammar is not None and not sequence.prefill_only:
+            if self.grammars is None:
+                raise ValueError("this engine was made without a tokenizer, so no output of it can follow a grammar")
+            sequence.matcher = self.grammars.matcher(sampling.grammar)
+        return sequence
 
     def _check_ids(self, ids: Sequence[int], images: Sequence[api.ImageSpan]) -> None:
         if len(ids) and not 0 <= min(ids) <= max(ids) < self.info.vocab_size:

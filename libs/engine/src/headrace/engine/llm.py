@@ -103,15 +103,17 @@ class LLM:
     ) -> None:
         from tokenizers import Tokenizer
 
+        from .grammar import Grammars
         from .loader import load_model
 
         path = Path(path)
         model = load_model(
             path, kv_store=kv_store, numerics=numerics, batch_invariant=batch_invariant, device=device, keep_rows=keep_rows
         )
-        self.engine = EngineCore(model, api.EngineConfig(**{"model_name": path.name, **config}))
         file = path / "tokenizer.json"
         self.tokenizer = Tokenizer.from_file(str(file)) if file.exists() else None
+        grammars = Grammars(file, model.vocab_size, model.eos_token_ids) if self.tokenizer else None
+        self.engine = EngineCore(model, api.EngineConfig(**{"model_name": path.name, **config}), grammars=grammars)
         self._requests = 0
 
     def generate(

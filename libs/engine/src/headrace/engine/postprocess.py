@@ -38,6 +38,9 @@ class Postprocessor:
         for sequence in plan.fork:
             if sequence.status is Status.RUNNING:
                 self._fork(sequence, result.images[sequence])
+        for sequence, why in result.astray.items():
+            if sequence.status is Status.RUNNING:
+                self.ledger.fail(sequence.name, "grammar", why)
         for sample, chosen in zip(plan.samples, result.tokens, strict=True):
             if sample.sequence.status is Status.RUNNING and chosen:
                 self._append(sample, plan, result, chosen)
@@ -115,6 +118,7 @@ class Postprocessor:
             sibling = replace(
                 first, choice=choice, image=image, state=None, status=Status.WAITING, slot=-1, block_table=[],
                 ids=first.ids[: first.prompt_len], hashes=first.hashes[: first.announced], draft=Draft(),
+                matcher=first.matcher and first.matcher.fresh(),
             )  # fmt: skip
             self.ledger.enqueue(sibling)
 
@@ -141,8 +145,12 @@ class Postprocessor:
         """(tokens up to the one that ends the output, how it ended or "", the id that stopped it or -1)."""
         params, length = sequence.request.sampling, len(sequence.ids)
         for count, one in enumerate(chosen, 1):
-            if (one.token in self.eos and not params.ignore_eos) or one.token in params.stop_token_ids:
+            may_stop = sequence.output_len + count > params.min_tokens  # a grammar may leave nothing but what would stop
+            at_eos = one.token in self.eos and (one.ended or (may_stop and not params.ignore_eos))
+            if at_eos or (may_stop and one.token in params.stop_token_ids):
                 return chosen[:count], "stop", one.token
+            if one.ended:
+                return chosen[:count], "stop", -1
             if length + count >= sequence.max_len:
                 return chosen[:count], "length", -1
         return chosen, "", -1

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Sequence as Several
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
 
 from .batch import Model
 from .cache import KVPool
+from .grammar import GrammarError, Rule, Walk
 from .sampler import Draw, choose
 from .sequence import Chosen, Image, Plan, Proposal, Result, Sample, Sequence
 from .verify import Window, accept, drafting, window_draws
@@ -29,6 +32,7 @@ class Runner:
         self._drafted_from: dict[int, torch.Tensor] = {}  # slot -> logits fp32 [block, V] of its newest drafts (`standard`)
         self.kv = KVPool(model.spec, num_blocks, kv_buffer, device=str(getattr(model, "device", "cpu")))
         self.states = model.new_states(slots)
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # its thread begins with the first grammar
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> Result:
@@ -37,6 +41,8 @@ class Runner:
             result.images[sequence] = self._save(sequence)
         self._restore(plan, result)
         clock.lap(result, "restore")
+        ruled = [s for s in plan.samples if s.sequence.matcher is not None and s.sequence not in result.failed]
+        masks = self._beside.submit(_rules, ruled) if ruled else None  # they need the ids alone: the forward pass hides them
         rows = [(i, row) for i, row in enumerate(plan.rows) if row.sequence not in result.failed]
         hidden, place = None, {}
         if rows:
@@ -47,7 +53,9 @@ class Runner:
                 place[i] = at  # of its first output
                 at += len(row.segment.outputs)
         clock.lap(result, "forward")
-        self._sample(plan, result, hidden, place, clock)
+        rules, result.astray = masks.result() if masks else ({}, {})
+        clock.lap(result, "grammar")
+        self._sample(plan, result, hidden, place, rules, clock)
         cut = self._forget_rejected(plan, result)
         for i, row in rows:
             if row.pack and i not in cut:
@@ -87,27 +95,49 @@ class Runner:
 
     # ------------------------------------------------------------ tokens
 
-    def _sample(self, plan: Plan, result: Result, hidden: torch.Tensor | None, place: dict[int, int], clock: _Laps) -> None:
+    def _sample(
+        self, plan: Plan, result: Result, hidden: torch.Tensor | None, place: dict[int, int], rules: Rules, clock: _Laps
+    ) -> None:
         """One batch for all: rows of this step and vectors handed over from another node go through the same logits call."""
         result.tokens = [[] for _ in plan.samples]
-        wanted = [i for i, s in enumerate(plan.samples) if s.sequence not in result.failed]
+        lost = result.failed.keys() | result.astray.keys()
+        wanted = [i for i, s in enumerate(plan.samples) if s.sequence not in lost]
         if not wanted:
             return
         samples = [plan.samples[i] for i in wanted]
         logits = self.model.logits(self._gather(samples, hidden, place))
         clock.lap(result, "logits")
-        windows = [self._window(s) for s in samples]
+        windows = [self._window(s, rules.get(s.sequence, ())) for s in samples]
         for i, chosen in zip(wanted, self.accept(logits, windows), strict=True):
-            result.tokens[i] = chosen
+            sequence = plan.samples[i].sequence
+            if sequence.matcher is None or self._follow(sequence, chosen, result):
+                result.tokens[i] = chosen
         clock.lap(result, "sample")
 
     def accept(self, logits: torch.Tensor, windows: list[Window]) -> list[list[Chosen]]:
         """See `verify.accept`. (A benchmark may put a coin in its place.)"""
         return accept(self.acceptance, logits, windows, self.model.eos_token_ids)
 
-    def _window(self, s: Sample) -> Window:
+    def _window(self, s: Sample, rules: Several[Rule]) -> Window:
+        """`rules`: of the grammar, for the first rows; a draft that it refuses is the last of them that can be looked at."""
         drawn_from = self._drafted_from[s.sequence.slot][: len(s.drafts)] if s.drafts and self._drafted_from else None
-        return Window(window_draws(_draw(s), s.drafts), s.drafts, drawn_from)
+        draws = window_draws(_draw(s), s.drafts)
+        for i, (allowed, held) in enumerate(rules):
+            draws[i] = replace(draws[i], allowed=allowed, held=held)
+        return Window(draws, s.drafts, drawn_from)
+
+    def _follow(self, sequence: Sequence, chosen: list[Chosen], result: Result) -> bool:
+        """A sequence's grammar takes its tokens; False: it can't be followed any further."""
+        matcher = sequence.matcher
+        try:
+            for one in chosen:
+                if not matcher.ended:
+                    matcher.accept([one.token])
+                one.ended = matcher.ended
+        except GrammarError as error:
+            result.astray[sequence] = str(error)
+            return False
+        return True
 
     def _forget_rejected(self, plan: Plan, result: Result) -> set[int]:
         """Rows behind the accepted drafts never were. Returns which of the plan's rows were cut."""
@@ -128,17 +158,27 @@ class Runner:
         draws = [replace(_draw(s), more=more) for (s, _), more in zip(entries, behind, strict=True)]
         draws = [replace(draw, purpose=drafting(self.acceptance, draw)) for draw in draws]
 
+        walks = [s.sequence.matcher and Walk(s.sequence.matcher) for s, _ in entries]
+
         def take(place: int, logits: torch.Tensor) -> torch.Tensor:
             here = [replace(draw, position=draw.position + len(draw.more)) for draw in draws]
+            for row, walk in enumerate(walks):
+                if walk is not None:
+                    here[row].allowed, here[row].held = walk.rule
             tokens = choose(logits, here, self.model.eos_token_ids)
-            for more, token in zip(behind, tokens, strict=True):
+            for more, walk, token in zip(behind, walks, tokens, strict=True):
                 more.append(token)
+                if walk is not None:
+                    walk.take(token)
             return torch.tensor(tokens, device=logits.device)
 
         slots = [s.sequence.slot for s, _ in entries]
         anchors = [chosen[-1].token for _, chosen in entries]
         positions = [s.position + len(chosen) - 1 for s, chosen in entries]
         drafts = self.model.draft(slots, anchors, positions, self.states, take)
+        for walk in walks:
+            if walk is not None:
+                walk.back()
         tokens, confidence = drafts.tokens.tolist(), drafts.confidence_logits.tolist()
         for row, (s, _) in enumerate(entries):
             result.proposals[s.sequence] = Proposal(tokens[row], confidence[row])
@@ -172,6 +212,22 @@ class _Laps:
         now = time.perf_counter()
         result.seconds[name] = result.seconds.get(name, 0.0) + now - self._last
         self._last = now
+
+
+Rules = dict[Sequence, list[Rule]]  # of a sequence's rows, as far as its grammar allows the drafts
+
+
+def _rules(samples: list[Sample]) -> tuple[Rules, dict[Sequence, str]]:
+    """What grammars allow next, and why some can't be followed any further."""
+    rules, astray = {}, {}
+    for s in samples:
+        sequence = s.sequence
+        try:
+            sequence.matcher.sync(sequence.ids[sequence.prompt_len :])
+            rules[sequence] = sequence.matcher.block(s.drafts)
+        except GrammarError as error:
+            astray[sequence] = str(error)
+    return rules, astray
 
 
 def _draw(s: Sample) -> Draw:

@@ -1,6 +1,6 @@
 """From logits to tokens: penalties, temperature, top-k, top-p, min-p, keyed noise, and the raw model's log-probabilities.
 
-    modified = logits after penalties, forbidden tokens at -inf
+    modified = logits after penalties and logit_bias, forbidden tokens (grammar, min_tokens) at -inf
     scores   = modified / temperature, cut to the top k, then to the smallest set with mass top_p, then to p >= min_p * p_max
     token    = argmax(scores + gumbel(seed, choice, position))          temperature 0: argmax(modified)
 
@@ -40,6 +40,8 @@ class Draw:
     prompt_len: int  # of the client's prompt: all after it counts as output, whoever sampled it
     more: Sequence[int] = ()  # ... and behind `ids`: drafts that are taken as given
     purpose: rng.Purpose = rng.Purpose.SAMPLE
+    allowed: np.ndarray | None = None  # bits of the tokens that a grammar allows (`grammar.py`)
+    held: Sequence[int] = ()  # tokens that must not come yet
 
     @property
     def greedy(self) -> bool:
@@ -110,7 +112,7 @@ def _portions(rows: list[int], logits: torch.Tensor) -> Iterator[list[int]]:
 
 
 def _modify(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> torch.Tensor:
-    """Penalties and tokens forbidden by min_tokens. Returns `logits` itself when no row asks for any."""
+    """Penalties, biases and forbidden tokens. Returns `logits` itself when no row asks for any."""
     rows, columns, values = [], [], []
     for row, draw in enumerate(draws):
         params = draw.params
@@ -120,17 +122,36 @@ def _modify(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence
             columns.append(seen)
             values.append(value)
     vocab = logits.shape[-1]
+    biased = [(row, t, b) for row, draw in enumerate(draws) for t, b in draw.params.logit_bias.items() if 0 <= t < vocab]
+    ruled = [row for row, draw in enumerate(draws) if draw.allowed is not None]
     forbidden = [(row, t) for row, draw in enumerate(draws) for t in _forbidden(draw, eos_token_ids) if 0 <= t < vocab]
-    if not rows and not forbidden:
+    if not (rows or biased or ruled or forbidden):
         return logits
     out = logits.clone()
     if rows:
         at = torch.tensor(rows, device=out.device), torch.cat(columns)
         out[at] = torch.cat(values)
+    if biased:
+        row, token, bias = zip(*biased, strict=True)
+        out[torch.tensor(row, device=out.device), torch.tensor(token, device=out.device)] += torch.tensor(bias).to(out)
+    if ruled:
+        _rule_out(out, ruled, np.stack([draws[row].allowed for row in ruled]))
     if forbidden:
         at = torch.tensor(forbidden, device=out.device)
         out[at[:, 0], at[:, 1]] = -math.inf
     return out
+
+
+def _rule_out(logits: torch.Tensor, rows: list[int], allowed: np.ndarray) -> None:
+    """Tokens outside `allowed` (packed bits, one line for each of `rows`) to -inf, in place."""
+    packed = torch.from_numpy(allowed.view(np.uint8)).to(logits.device)
+    bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1
+    ruled_out = bits.view(len(rows), -1)[:, : logits.shape[-1]] == 0
+    if len(rows) == len(logits):
+        logits.masked_fill_(ruled_out, -math.inf)
+    else:
+        at = torch.tensor(rows, device=logits.device)
+        logits[at] = logits[at].masked_fill(ruled_out, -math.inf)
 
 
 def _penalise(logits: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,11 +174,25 @@ def _penalise(logits: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Ten
 
 
 def _forbidden(draw: Draw, eos_token_ids: Sequence[int]) -> Sequence[int]:
-    """Tokens that would stop an output shorter than min_tokens."""
-    params = draw.params
-    if params.min_tokens <= draw.position - draw.prompt_len:
-        return ()
-    return sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)})
+    """Tokens that would stop an output shorter than min_tokens, or end one whose grammar has not begun. Where a grammar allows
+    no others it has the last word."""
+    params, tokens = draw.params, set(draw.held)
+    if params.min_tokens > draw.position - draw.prompt_len:
+        tokens.update(params.stop_token_ids, () if params.ignore_eos else eos_token_ids)
+    if draw.allowed is not None:
+        if params.ignore_eos:  # of the ways to go on, those that are not the end
+            tokens.update(eos_token_ids)
+        if tokens and _count(draw.allowed) <= sum(_allows(draw.allowed, token) for token in tokens):
+            return ()
+    return sorted(tokens)
+
+
+def _count(allowed: np.ndarray) -> int:
+    return int(np.bitwise_count(allowed.view(np.uint32)).sum())
+
+
+def _allows(allowed: np.ndarray, token: int) -> bool:
+    return 0 <= token < 32 * len(allowed) and bool(int(allowed[token // 32]) >> token % 32 & 1)
 
 
 # ---------------------------------------------------------------- how it is chosen

@@ -19,6 +19,7 @@ from enum import Enum, auto
 
 from .api import EngineRequest
 from .batch import Segment
+from .grammar import Matcher
 
 
 class Status(Enum):
@@ -79,6 +80,7 @@ class Sequence:
     image: Image | None = None
     snapshot: tuple[int, bytes] | None = None  # newest state at a block boundary of the output: (position, record)
     draft: Draft = field(default_factory=Draft)
+    matcher: Matcher | None = None  # of its grammar; the model's thread moves it, and it follows `ids`
     in_step: bool = False  # named by the plan that is being executed
     dropped: bool = False  # ended while a step runs: its result is thrown away
 
@@ -166,6 +168,7 @@ class Chosen:
     token: int
     logprob: float = 0.0
     top: list[tuple[int, float]] | None = None
+    ended: bool = False  # the grammar is complete with it: nothing may follow
 
 
 @dataclass(slots=True)
@@ -178,12 +181,14 @@ class Proposal:
 
 @dataclass(slots=True)
 class Result:
-    """What a step gave. Lists are parallel to the plan's; `failed` names sequences whose state could not be restored."""
+    """What a step gave. Lists are parallel to the plan's; `failed` names sequences whose state could not be restored, `astray`
+    those whose grammar can't be followed any further."""
 
     tokens: list[list[Chosen]] = field(default_factory=list)  # accepted drafts and one more each; empty: failed
     packed: dict[int, bytes] = field(default_factory=dict)  # index of a row -> state
     hidden: dict[int, bytes] = field(default_factory=dict)
     images: dict[Sequence, Image] = field(default_factory=dict)
     failed: dict[Sequence, str] = field(default_factory=dict)
+    astray: dict[Sequence, str] = field(default_factory=dict)
     proposals: dict[Sequence, Proposal] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # restore, forward, logits, sample, pack, draft

@@ -62,6 +62,7 @@ def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine
     import torch
 
     from headrace.engine import EngineConfig, EngineCore
+    from headrace.engine.grammar import GrammarError, Grammars
     from headrace.engine.loader import load_model
 
     torch.set_num_threads(settings.compute_threads)
@@ -85,7 +86,15 @@ def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine
         chunk_tokens=tuple(settings.chunk_tokens),
         model_name=os.path.basename(os.path.normpath(settings.model)),
     )
-    engine = EngineCore(model, config, kv_buffer=register("kv", model.spec.block_bytes * settings.num_blocks))
+    grammars = None
+    if role == "decode":  # where tokens are chosen
+        grammars = Grammars(os.path.join(settings.model, "tokenizer.json"), model.vocab_size, model.eos_token_ids)
+        try:
+            grammars.load()
+        except GrammarError as error:
+            log.warning("structured output is refused", why=str(error))
+    kv_buffer = register("kv", model.spec.block_bytes * settings.num_blocks)
+    engine = EngineCore(model, config, kv_buffer=kv_buffer, grammars=grammars)
     started = time.monotonic()
     log.info("warming up")
     _warm_up(engine)

@@ -132,6 +132,7 @@ class SimEngine:
             raise ValueError(f"sim blocks and states are multiples of 16 bytes; got {config.block_bytes}, {config.state_bytes}")
         self.memory = memory
         self.pool = BlockPool(config.num_blocks)
+        self.grammars = None  # its words are made up: no grammar is followed
         layout = f"sim-b{config.block_bytes}-s{config.state_bytes}"
         self.info = api.EngineInfo(
             kind="sim",

@@ -97,4 +97,6 @@ def sampling_params(wire: m.Sampling) -> api.SamplingParams:
         ignore_eos=wire.ignore_eos,
         logprobs=wire.logprobs,
         n=wire.n,
+        logit_bias=wire.logit_bias,
+        grammar=None if (g := wire.grammar) is None else api.Grammar(g.kind, g.text, g.after, g.optional),
     )

@@ -11,6 +11,7 @@ import asyncio
 import time
 from array import array
 from collections import OrderedDict
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Annotated, Any
 from zlib import crc32
@@ -25,6 +26,7 @@ from headrace.worker import slab
 from headrace.worker.service import WorkerService
 from headrace.worker.settings import WorkerSettings
 
+from .compiling import Compiling
 from .landing import Landed, Landing
 from .request import Choice, Phase, Request, sampling_params
 
@@ -32,7 +34,7 @@ FINISHED_SECONDS = 30.0  # a finished output can be asked for again
 FINISHED_BYTES = 64 << 20
 ASK_SECONDS = 0.5  # patience with a question to a writer
 DEATH_SECONDS = 0.2  # between checks whether writers live
-STATUS = {"deadline": 504, "overloaded": 503, "preempted": 503}  # of the engine's failures; others are 500
+STATUS = {"deadline": 504, "overloaded": 503, "preempted": 503, "grammar": 400}  # of the engine's failures; others are 500
 INLINE_BYTES = 64 << 10  # more than this is checked in a thread
 
 
@@ -40,6 +42,7 @@ class DecodeSettings(WorkerSettings):
     slab_slots: Annotated[int, Meta(ge=0, description="hand-offs in flight; 0: as many as sequences, at most 64")] = 0
     ticket_seconds: Annotated[float, Meta(gt=0, description="lease of a hand-off; its writer renews it")] = 5.0
     growth_tokens: Annotated[int, Meta(ge=0, description="room per choice that admission keeps for output")] = 256
+    grammar_seconds: Annotated[float, Meta(gt=0, description="longest compilation of a grammar (structured output)")] = 2.0
 
 
 @dataclass(slots=True)
@@ -59,6 +62,7 @@ class DecodeService(WorkerService):
     def __init__(self, settings: DecodeSettings) -> None:
         super().__init__(settings)
         self.landing: Landing = None  # type: ignore[assignment]  # set by prepare()
+        self.compiling: Compiling = None  # type: ignore[assignment]  # set by prepare()
         self.requests: dict[str, Request] = {}  # live, by key
         self.attempts: dict[str, int] = {}  # request -> its live attempt
         self.finished: OrderedDict[str, Request] = OrderedDict()
@@ -88,6 +92,7 @@ class DecodeService(WorkerService):
 
     def prepare(self) -> None:
         slots = self.settings.slab_slots or min(self.engine.info.max_num_seqs, 64)
+        self.compiling = Compiling(self.engine.grammars, self.settings.grammar_seconds)
         self.landing = Landing(self.memory, self.kv, self.engine, slots, self.settings.ticket_seconds, self._landing_says)
 
     def load(self) -> m.Load:
@@ -99,8 +104,23 @@ class DecodeService(WorkerService):
 
     # ------------------------------------------------------------ admit
 
-    def admit(self, message: m.Admit) -> m.Admitted | m.Refused:
-        """Take a credit and pin what is resident of the prompt."""
+    def admit(self, message: m.Admit) -> m.Admitted | m.Refused | Coroutine[Any, Any, m.Admitted | m.Refused]:
+        """Take a credit and pin what is resident of the prompt. An output's grammar is compiled before that, off the loop."""
+        grammar = sampling_params(message.sampling).grammar
+        if grammar is None or self.compiling.knows(grammar) or self.not_ready():
+            return self._admit(message)
+        return self.compiling.refuses(grammar) or self._admit_compiled(message, grammar)
+
+    async def _admit_compiled(self, message: m.Admit, grammar: api.Grammar) -> m.Admitted | m.Refused:
+        began = time.monotonic()
+        refusal = await self.compiling.compile(grammar)
+        if refusal is not None:
+            self.counters["refused"] += 1
+            return refusal
+        self.trace.event(message.request, "decode.grammar", ms=(time.monotonic() - began) * 1e3, kind=grammar.kind)
+        return self._admit(message)
+
+    def _admit(self, message: m.Admit) -> m.Admitted | m.Refused:
         key = f"{message.request}/{message.attempt}"
         known = self.requests.get(key)
         if known is not None:
@@ -165,7 +185,10 @@ class DecodeService(WorkerService):
                 f"{len(message.block_hashes) // m.HASH_BYTES} hashes came"
             )  # fmt: skip
         try:
-            sampling_params(message.sampling).check()
+            params = sampling_params(message.sampling)
+            params.check(info.vocab_size)
+            if params.grammar is not None:
+                self.engine.grammars.compile(params.grammar)  # it is compiled: this only says what is wrong with it
         except ValueError as error:
             return m.Refused("invalid", str(error))
         if (need := -(-tokens // info.block_tokens) + n) > info.num_blocks:
@@ -561,6 +584,11 @@ class DecodeService(WorkerService):
         for key in list(gateway.requests):
             text = f"{self.instance} heard nothing of {instance} for a lease and ended its requests"
             self._problem(self.requests[key], 503, "gateway_died", text)
+
+    async def stop(self) -> None:
+        if self.compiling is not None:
+            self.compiling.stop()
+        await super().stop()
 
     async def drain(self) -> None:
         while self.requests:  # noqa: ASYNC110  bounded outside

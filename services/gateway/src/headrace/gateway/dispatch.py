@@ -266,13 +266,14 @@ class Dispatcher:
         """One attempt at one pair: None when it runs, else what refused, which is then excluded."""
         settings, request, attempt = self.settings, record.request, record.attempt
         timeout = min(settings.command_seconds, record.remaining())
+        patience = timeout if record.sampling.grammar is None else min(settings.grammar_seconds, record.remaining())
         started = time.monotonic()
         admit = m.Admit(
             request, attempt, self.gateway, self.epoch, len(record.ids), b"".join(record.hashes), record.namespace,
             record.sampling, record.remaining(), record.priority, record.client_id, record.traceparent,
         )  # fmt: skip
         try:
-            answer = await self._command(decode, "admit", admit, timeout, record)
+            answer = await self._command(decode, "admit", admit, patience, record)
         except asyncio.CancelledError:  # the client left; decode may have admitted it
             self._send_cancel("decode", decode.instance, record, "client")
             raise

@@ -62,6 +62,7 @@ class GatewaySettings(Settings):
     max_requests: Annotated[int, Meta(ge=1, description="requests in flight; more get 429")] = 4096
     max_attempts: Annotated[int, Meta(ge=1, description="workers tried for a request that has no output yet")] = 3
     command_seconds: Annotated[float, Meta(gt=0, description="longest wait for the answer of a worker")] = 1.0
+    grammar_seconds: Annotated[float, Meta(gt=0, description="the same where it may have to compile a grammar first")] = 6.0
     bus_grace_seconds: Annotated[float, Meta(gt=0, description="how long running streams survive without NATS")] = 5.0
     keepalive_seconds: Annotated[float, Meta(gt=0, description="a silent stream gets a comment this often")] = 5.0
     client_buffer_bytes: Annotated[int, Meta(ge=4096, description="unsent bytes of one stream; a slower client is dropped")] = (
