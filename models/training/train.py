@@ -1,0 +1,238 @@
+"""The training loop of all three stages.
+
+pretrain  everything, dense attention to all compressed entries, steady rate
+anneal    the mix of conversations; the indexer learns (KL to dense attention), then selections are real; weights are rounded
+          as they will be stored; the rate decays
+draft     DSpark stages on the frozen target: its distribution, and the confidence that a draft is accepted
+
+Progress through the schedule is the share of --minutes (or of --steps) that is used up, so a run ends with its rate decayed
+however fast the machine is. State is written every --save-seconds and at the end; the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headrace.engine.models.v41.config import ModelConfig
+from headrace.engine.models.v41.training import TrainingModel, indexer_loss
+
+from . import losses
+from .optimizer import Optimizer, schedule
+from .rounding import Rounded
+from .runs import STAGES, Run
+from .shards import Shards
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a stage does when. Shares are of its schedule."""
+
+    warmup: float
+    decay: float
+    rate: float  # times --rate
+    dense: float = 0.0  # until then attention sees every entry
+    index: bool = False  # train the indexer
+    rounded: bool = False  # weights as they will be stored
+
+
+PLAN = {
+    "pretrain": Stage(warmup=0.02, decay=0.1, rate=1.0, dense=1.0),
+    "anneal": Stage(warmup=0.02, decay=0.9, rate=0.7, dense=0.25, index=True, rounded=True),
+    "draft": Stage(warmup=0.05, decay=0.6, rate=0.7),
+}
+BALANCE_RATE = 1e-3
+ANCHORS = 32  # draft blocks a row
+
+
+def dense_config(config: ModelConfig) -> ModelConfig:
+    """The same model when every visible entry is selected."""
+    return dataclasses.replace(config, index_topk=1 << 20, candidate_topk_blocks=1 << 20)
+
+
+class Trainer:
+    """One stage of one run, on one device."""
+
+    def __init__(self, run: Run, stage: str, shards: Shards, options: argparse.Namespace) -> None:
+        self.run, self.stage, self.plan, self.shards, self.options = run, stage, PLAN[stage], shards, options
+        self.device = torch.device(options.device)
+        dtype = torch.bfloat16 if options.bf16 else torch.float32
+        self.model = run.model(options.seed, dtype=dtype, recompute=options.recompute).to(self.device)
+        self.draft = stage == "draft"
+        if self.draft and not run.config.num_nextn_predict_layers:
+            raise ValueError("this model has no draft (num_nextn_predict_layers 0)")
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name.startswith("mtp.") == self.draft)
+        self.optimizer = Optimizer(self.model.named_parameters())
+        self.rounded = Rounded(self.model, r"^mtp\." if self.draft else r"^(?!mtp\.)")
+        self.draw = torch.Generator().manual_seed(options.seed)
+        self.step, self.seconds, self.tokens = 0, 0.0, 0
+        self._restore()
+        self._loss_of = torch.compile(self._losses, dynamic=False) if options.compile else self._losses
+
+    # -------------------------------------------------------------- state
+
+    def _restore(self) -> None:
+        state = self.run.state(self.stage)
+        if state is not None:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"], self.device)
+            self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
+            self.draw.set_state(state["random"])
+            return
+        earlier = self.run.newest(before=self.stage)
+        if earlier is not None:
+            self.model.load_state_dict(earlier[1]["model"])
+        elif self.draft:
+            raise ValueError(f"{self.run.folder} has no trained target yet; run the pretrain and anneal stages first")
+
+    def save(self) -> None:
+        """Everything that going on exactly needs."""
+        state = {
+            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step,
+            "seconds": self.seconds, "tokens": self.tokens, "random": self.draw.get_state(),
+        }  # fmt: skip
+        self.run.save(self.stage, state)
+
+    # -------------------------------------------------------------- loop
+
+    @property
+    def progress(self) -> float:
+        """0..1 of this stage."""
+        if self.options.steps:
+            return min(1.0, self.step / self.options.steps)
+        return min(1.0, self.seconds / (60 * self.options.minutes))
+
+    def work(self) -> None:
+        """Train until the stage or this process's time is over."""
+        stop = _Stop()
+        begun, saved, reported = time.monotonic(), time.monotonic(), 0.0
+        limit = 60 * self.options.limit_minutes if self.options.limit_minutes else float("inf")
+        while self.progress < 1.0 and not stop.asked and time.monotonic() - begun < limit:
+            start = time.monotonic()
+            values = self.one_step()
+            self.seconds += time.monotonic() - start
+            now = time.monotonic()
+            if now - reported > self.options.report_seconds or self.progress >= 1.0:
+                self._report(values)
+                reported = now
+            if now - saved > self.options.save_seconds:
+                self.save()
+                saved = now
+        self.save()
+
+    def one_step(self) -> dict[str, torch.Tensor]:
+        """Gradients of one batch, in pieces that fit, and one move of the optimiser."""
+        batch = self.shards.batch(self.step)
+        ids, weights, documents = (torch.from_numpy(x).to(self.device) for x in (batch.ids, batch.weights, batch.documents))
+        rows = max(1, self.options.micro_tokens // ids.shape[1]) if self.options.micro_tokens else ids.shape[0]
+        dense = self.progress < self.plan.dense
+        self.model.config = dense_config(self.run.config) if dense else self.run.config
+        pieces, values = -(-ids.shape[0] // rows), {}
+        with self.rounded(self.plan.rounded or (self.draft and self.progress > 0.5)):
+            for piece in zip(ids.split(rows), weights.split(rows), documents.split(rows), strict=True):
+                total, values = self._loss_of(*piece)
+                (total / pieces).backward()
+        values["norm"] = self.optimizer.clip(1.0)
+        values["rate"] = (
+            self.options.rate * self.plan.rate * schedule(self.progress, warmup=self.plan.warmup, decay=self.plan.decay)
+        )
+        self.optimizer.step(values["rate"])
+        self.step += 1
+        self.tokens += int((batch.weights > 0).sum())
+        return values
+
+    def _losses(self, ids: torch.Tensor, weights: torch.Tensor, documents: torch.Tensor):
+        if self.draft:
+            return self._draft_losses(ids, weights, documents)
+        extras = ("router", "index") if self.plan.index else ("router",)
+        out = self.model(ids, documents=documents, extras=extras)
+        total, target = losses.token_loss(out.logits, ids, weights, documents)
+        values = {"loss": total.detach(), "target_loss": target}
+        if self.plan.index:
+            index = indexer_loss(out, self.model.config)
+            total, values["index_loss"] = total + index, index.detach()
+        values["imbalance"] = losses.balance(self.model, out.router, BALANCE_RATE)
+        return total, values
+
+    def _draft_losses(self, ids: torch.Tensor, weights: torch.Tensor, documents: torch.Tensor):
+        with torch.no_grad():
+            out = self.model(ids, documents=documents, extras=("taps",))
+        anchors = losses.draw_anchors(weights, documents, self.run.config.dspark_block_size, ANCHORS, self.draw)
+        drafts = self.model.draft(ids, out.taps, anchors, documents)
+        loss = losses.draft_loss(drafts, out.logits, anchors, documents)
+        return loss.total, {"loss": loss.distance, "confidence_loss": loss.confidence, "accepted": loss.accepted}
+
+    def _report(self, values: dict) -> None:
+        speed = self.tokens / max(self.seconds, 1e-9)
+        self.run.log(
+            stage=self.stage, step=self.step, seconds=self.seconds, tokens=self.tokens, progress=self.progress, **values
+        )
+        shown = ", ".join(f"{k} {float(v):.4g}" for k, v in values.items())
+        print(f"{self.stage} {self.progress:6.1%} step {self.step} {shown}; {speed:,.0f} tokens a second", flush=True)
+
+
+class _Stop:
+    """The first SIGINT or SIGTERM ends the loop after its step, with state saved."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, self._ask)
+
+    def _ask(self, *_) -> None:
+        self.asked = True
+
+
+# ------------------------------------------------------------------ command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--stage", choices=STAGES, required=True)
+    parser.add_argument("--data", type=Path, required=True, help="folder of packed shards")
+    parser.add_argument("--config", help="a new run: which model (micro, nano, tiny)")
+    parser.add_argument("--tokenizer", type=Path, help="a new run: its tokenizer.json")
+    schedule_of = parser.add_mutually_exclusive_group(required=True)
+    schedule_of.add_argument("--minutes", type=float, help="length of the stage, in minutes of training")
+    schedule_of.add_argument("--steps", type=int, help="length of the stage, in steps")
+    parser.add_argument("--limit-minutes", type=float, help="stop this process by then; the same command goes on")
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens of one step (default: 65536)")
+    parser.add_argument("--micro-tokens", type=int, default=0, help="tokens of one forward pass (default: all of a step)")
+    parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate (default: 4e-3)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--bf16", action="store_true", help="activations in bfloat16 (weights stay fp32)")
+    parser.add_argument("--recompute", action="store_true", help="keep fewer activations, compute them again")
+    parser.add_argument("--compile", action="store_true", help="torch.compile")
+    parser.add_argument("--save-seconds", type=float, default=60.0)
+    parser.add_argument("--report-seconds", type=float, default=5.0)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Train one stage: pretrain, anneal or draft. Stopped (Ctrl-C, --limit-minutes) and started again, it goes on exactly."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.set_float32_matmul_precision("high")
+    if args.config:
+        if not args.tokenizer:
+            raise ValueError("a new run needs --tokenizer FILE as well as --config")
+        run = Run.create(args.run, args.config, args.tokenizer)
+    else:
+        run = Run(args.run)
+    trainer = Trainer(run, args.stage, Shards(args.data, args.tokens, args.seed), args)
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    print(
+        f"{run.folder}: {parameters / 1e6:.2f} M parameters on {trainer.device}; stage {args.stage} at {trainer.progress:.0%}"
+    )
+    trainer.work()
+
+
+__all__ = ["PLAN", "Stage", "Trainer", "TrainingModel", "main"]
