@@ -241,7 +241,7 @@ async def test_a_lost_commit_is_asked_for():
     """The flag is there and the record is not: decode asks prefill, and the request goes on."""
     async with Cluster() as cluster:
         decode, prefill = await asyncio.gather(
-            cluster.start("decode", *DECODE), cluster.start("prefill", *SIM, "--test-faults", "prefill.lose_commit")
+            cluster.start("decode", *DECODE), cluster.start("prefill", *SIM, "--test-faults", "lose=commit")
         )
         results = await asyncio.gather(*(cluster.gateway.generate([i] * 200, m.Sampling(max_tokens=5)) for i in range(5)))
         assert all(r.ok and r.ended < SOON for r in results), results

@@ -606,6 +606,15 @@ class ResponseKept(Message):
     input: bytes = b""
 
 
+# ---------------------------------------------------------------- faults, in tests
+
+
+class Arm(Message):
+    """`<role>.<id>.arm`: replace the fault points of a process that was started with `--test-faults remote`. -> Done | Refused"""
+
+    faults: str
+
+
 # ---------------------------------------------------------------- transport of large messages
 
 
@@ -623,7 +632,7 @@ ANY = (
     | WriterDone | Fail | TicketStatus | Out | Ping | Pong | Presence | KvEvents | KvSnapshot | KvBlocks | KvLookup
     | KvFound | KvReserve | KvReserved | KvCommit | KvStored | KvRelease | KvReleased | TraceGet | TraceEvents | ResponseAsk
     | ResponseKept | Chunk | Working | Deposit | Deposited | Identify | Identified | ImageRefused | Encode | Encoded
-    | EncodeCancel
+    | EncodeCancel | Arm
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -39,6 +39,7 @@ from . import messages as m
 from . import subjects
 from .connection import Bus, Subscription
 from .errors import BusError, StartError
+from .faults import Faults
 from .micro import MicroService, VerbStats
 from .settings import Settings, SettingsError
 from .trace import Trace
@@ -68,6 +69,10 @@ class Service:
 
     def __init__(self, settings: Settings):
         self.settings = settings
+        try:
+            self.faults = Faults(settings.test_faults)
+        except ValueError as error:
+            raise SettingsError(f"--test-faults: {error}") from None
         self.instance = f"{self.role}-{subjects.nuid()}"
         self.epoch = time.time_ns()
         self.version = package_version(self.role)
@@ -116,6 +121,7 @@ class Service:
         self.bus.on_closed = lambda: self.fail("NATS closed the connection for good")
         self.bus.on_reconnect.append(self.announce)
         self.trace = Trace(self.bus, self.instance, publish=self.settings.trace)
+        self.faults.hook(self.bus, self.trace)
         self.metrics.register(_ServiceCollector(self))
         ProcessCollector(registry=self.metrics)
         PlatformCollector(registry=self.metrics)
@@ -123,6 +129,8 @@ class Service:
         await self._start_http()
 
         self._handlers = {"ping": self._ping, "trace": self._trace_get} | self.verbs()
+        if self.faults.remote:
+            self._handlers["arm"] = self._arm
         self._verbs = {verb: VerbStats(subjects.command(self.role, self.instance, verb)) for verb in self._handlers}
         # One subscription for all verbs: commands of one sender then arrive in the order in which they were sent.
         self._subscriptions.append(await self.bus.serve(subjects.command(self.role, self.instance, "*"), self._dispatch))
@@ -254,7 +262,7 @@ class Service:
 
     def status(self) -> dict[str, Any]:
         return {
-            "status": self.state, "role": self.role, "instance": self.instance,
+            "status": self.state, "ready": self.ready, "role": self.role, "instance": self.instance,
             "bus": "connected" if self.bus is not None and self.bus.connected else "disconnected",
         }  # fmt: skip
 
@@ -300,6 +308,13 @@ class Service:
     def _ping(self, message: m.Ping) -> m.Pong:
         return m.Pong(self.instance, self.epoch, self.progress(), self.state, self.load())
 
+    def _arm(self, message: m.Arm) -> m.Message:
+        try:
+            self.faults.arm(message.faults)
+        except ValueError as error:
+            return m.Refused("invalid", str(error))
+        return m.Done()
+
     def _trace_get(self, message: m.TraceGet) -> m.TraceEvents:
         return m.TraceEvents(self.trace.remembered(message.request))
 
@@ -333,11 +348,12 @@ def run_service(service_class: type[Service], argv: Sequence[str] | None = None)
     """A process from settings to signals. Exits with 0 after a drain, 1 after a failure, 2 for bad settings."""
     try:
         settings = service_class.Settings.load(argv, service_class.role, service_class.description)
+        logs.configure(settings.log_level, settings.log_format)
+        service = service_class(settings)
     except SettingsError as error:
         print(f"headrace {service_class.role}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    logs.configure(settings.log_level, settings.log_format)
-    raise SystemExit(uvloop.run(_live(service_class(settings))))
+    raise SystemExit(uvloop.run(_live(service)))
 
 
 async def _live(service: Service) -> int:

@@ -53,7 +53,7 @@ class Settings(msgspec.Struct, kw_only=True):
     drain_seconds: Annotated[float, Meta(ge=0, description="how long SIGTERM waits for work in flight")] = 30.0
     stall_seconds: Annotated[float, Meta(gt=0, description="work without progress for this long is `stalled`")] = 10.0
     trace: Annotated[bool, Meta(description="publish trace events (they are always remembered)")] = True
-    test_faults: Annotated[str, Meta(description="fault points for tests: name=value,name=value")] = ""
+    test_faults: Annotated[str, Meta(description="fault points for tests, as kill=EVENT; see docs/operations.md")] = ""
 
     @classmethod
     def load(cls, argv: Sequence[str] | None = None, role: str = "", description: str = "") -> Self:
@@ -73,14 +73,6 @@ class Settings(msgspec.Struct, kw_only=True):
     def describe(self, sources: dict[str, str] | None = None) -> str:
         """As YAML, each value with its source; secrets are hidden."""
         return _as_yaml({name: getattr(self, name) for name in self.__struct_fields__}, sources or {})
-
-    def fault(self, name: str) -> str | None:
-        """The value of a named fault point, "" when it has none, None when it is off."""
-        for part in filter(None, self.test_faults.split(",")):
-            key, _, value = part.partition("=")
-            if key.strip() == name:
-                return value.strip()
-        return None
 
 
 def _as_yaml(values: dict[str, Any], sources: dict[str, str]) -> str:

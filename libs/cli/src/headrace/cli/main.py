@@ -21,6 +21,7 @@ COMMANDS = {
     "chat": ("chat", "ask the running system something and stream its answer"),
     "trace": ("trace", "the life of one request, also after it ended: who did what when"),
     "doctor": ("doctor", "check this machine and the running system; every problem comes with a way out"),
+    "drill": ("drill", "kill, stop, cut off and disturb every part of a system, and show what comes of it"),
     "bench": ("passthrough", "measure one part: gateway, engine, recipe, kernels, transfer, bus, kv, kvstore"),
     "make-checkpoint": ("make_checkpoint", "write a random checkpoint in the released layout"),
     "test": ("testing", "run all tests"),
@@ -32,7 +33,7 @@ COMMANDS = {
 GROUPS = {
     "A system on this machine": ("up", "demo"),
     "Talking to it, looking into it": ("chat", "trace", "doctor"),
-    "Measuring, making, testing": ("bench", "make-checkpoint", "test"),
+    "Measuring, making, testing": ("drill", "bench", "make-checkpoint", "test"),
     "One service by itself (each takes --help)": ("gateway", "prefill", "decode", "kvstore"),
 }
 EXAMPLES = """\

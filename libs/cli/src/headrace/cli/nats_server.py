@@ -47,6 +47,7 @@ class NatsServer:
         self.config = folder / "nats.conf"
         self.settings = BusSettings()
         self.child = Child("nats", [nats_server_path(), "--config", str(self.config)], log)
+        self.forget()
         self._configure(-1)
 
     async def ready(self) -> None:
@@ -63,6 +64,11 @@ class NatsServer:
     @property
     def url(self) -> str:
         return self.settings.nats_url
+
+    def forget(self) -> None:
+        """Remove the port files of servers that were killed: a server removes only its own, and only when it ends by itself."""
+        for ports in self.folder.glob("nats-server_*.ports"):
+            ports.unlink(missing_ok=True)
 
     def _configure(self, port: int) -> None:
         self.config.touch(mode=0o600)

@@ -34,7 +34,7 @@ class Running:
     nats_password: str
     model: str
     engine: str
-    processes: dict[str, int] = field(default_factory=dict)  # name -> pid at the time of the ready line
+    processes: dict[str, int] = field(default_factory=dict)  # name -> pid, kept up to date
 
     def bus_settings(self) -> BusSettings:
         return BusSettings(self.nats_url, self.nats_user, self.nats_password)

@@ -37,6 +37,7 @@ class Child:
     starts: int = 0
     keeper: asyncio.Task | None = None
     stopping: bool = False
+    hold: float = 0.0  # time.monotonic() before which it is not started again: a drill's outage
 
     @property
     def pid(self) -> int | None:
@@ -55,14 +56,17 @@ class Child:
 
 @dataclass
 class Death:
-    """A child ended without being asked to. `pause`: seconds until it is started again."""
+    """A child ended without being asked to, or, with `error`, could not be started again. `pause`: seconds until the next try."""
 
     child: Child
     status: int  # exit status; negative: the signal that killed it
     lived: float  # seconds
     pause: float
+    error: str = ""
 
     def __str__(self) -> str:
+        if self.error:
+            return f"{self.child.name} could not be started: {self.error}"
         if self.status < 0:
             with contextlib.suppress(ValueError):
                 return f"{self.child.name} was killed by {signal.Signals(-self.status).name} after {self.lived:.1f} s"
@@ -70,10 +74,12 @@ class Death:
 
 
 class Supervisor:
-    """Keeps children alive. `on_death` is called for each unwanted end; on False the child is not started again."""
+    """Keeps children alive. `on_death` is called for each unwanted end; on False the child is not started again. `on_restart` is
+    called after each later start."""
 
-    def __init__(self, on_death: Callable[[Death], bool]):
-        self.on_death = on_death
+    def __init__(self, on_death: Callable[[Death], bool], on_restart: Callable[[Child], None] = lambda child: None):
+        self.on_death, self.on_restart = on_death, on_restart
+        self.longest_pause = BACKOFF_MAX  # seconds
         self.children: list[Child] = []
 
     async def start(self, child: Child) -> None:
@@ -106,21 +112,30 @@ class Supervisor:
             self._signal(child, signal.SIGKILL)
 
     async def _keep(self, child: Child) -> None:
-        pause = BACKOFF_FIRST
+        pause, error = BACKOFF_FIRST, ""
         while True:
             began = time.monotonic()
-            status = await child.process.wait()
+            status = 127 if error else await child.process.wait()
             lived = time.monotonic() - began
             if child.stopping:
                 return
             pause = BACKOFF_FIRST if lived > STEADY_AFTER else pause
-            if not self.on_death(Death(child, status, lived, pause)):
+            if not self.on_death(Death(child, status, lived, pause, error)):
                 return
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, BACKOFF_MAX)
+            await asyncio.sleep(max(pause, child.hold - time.monotonic()))
+            pause = min(2 * pause, self.longest_pause)
             if child.stopping:
                 return
+            error = await self._spawn_again(child)
+
+    async def _spawn_again(self, child: Child) -> str:
+        """Start a child once more; -> why that was not possible (no memory, no descriptors, its log's disk is full), or ""."""
+        try:
             await self._spawn(child)
+        except OSError as error:
+            return str(error)
+        self.on_restart(child)
+        return ""
 
     async def _spawn(self, child: Child) -> None:
         child.starts += 1

@@ -11,6 +11,7 @@ and decode; then kvstore; then NATS.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import shutil
@@ -62,7 +63,7 @@ class System:
 
     def __init__(self, options: Options, state: StateDir, console: Console):
         self.options, self.state, self.console = options, state, console
-        self.supervisor = Supervisor(self._on_death)
+        self.supervisor = Supervisor(self._on_death, self._on_restart)
         self.nats: NatsServer | None = None
         self.bus: Bus | None = None
         self.peers: Peers | None = None
@@ -135,6 +136,7 @@ class System:
                 )
         if self.nats:
             await self.supervisor.stop([self.nats.child], STOP_BUDGET)
+            self.nats.forget()
             self.nats = None
         self.console.clear()
         if self.state.held:  # else the memory is that of the system that does run from here
@@ -227,6 +229,12 @@ class System:
             return False
         self.console.alert(f"{death}; starting it again in {death.pause:.1f} s. The end of {death.child.log}:\n{lines}")
         return True
+
+    def _on_restart(self, child: Child) -> None:
+        """Other commands find the process that runs now."""
+        if self.ready:
+            with contextlib.suppress(OSError):  # a full disk; the system itself goes on
+                self.state.write(self.running())
 
     async def _unless_failed(self, work) -> None:
         """Await `work`, but raise CommandError at once when a child has failed."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import socket
 import time
 from typing import Any, ClassVar
@@ -61,7 +59,6 @@ class WorkerService(Service):
 
     async def start(self) -> None:
         await super().start()
-        self._arm_faults()
         settings = self.settings
         try:
             self.memory = Memory(
@@ -112,28 +109,6 @@ class WorkerService(Service):
 
     def prepare(self) -> None:
         """Register more memory, make tables. The engine is there, commands are still refused."""
-
-    def _arm_faults(self) -> None:
-        """Fault points of tests, `--test-faults kill=EVENT` or `stop=EVENT` (`EVENT:3`: the third one): this process gets
-        SIGKILL or SIGSTOP where it would trace that event. Off by default, and then without cost."""
-        points = {}
-        for name, number in (("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)):
-            if value := self.settings.fault(name):
-                event, _, count = value.partition(":")
-                points[event] = [number, int(count or 1)]
-        if not points:
-            return
-        traced = self.trace.event
-
-        def event(request: str, event: str, *args: Any, **data: Any) -> None:
-            point = points.get(event)
-            if point is not None:
-                point[1] -= 1
-                if point[1] == 0:
-                    os.kill(os.getpid(), point[0])
-            traced(request, event, *args, **data)
-
-        self.trace.event = event  # type: ignore[method-assign]
 
     # ------------------------------------------------------------ peers that our work depends on
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -69,7 +70,13 @@ class Gateway(Service):
         await super().stop()
 
     def verbs(self) -> dict[str, Any]:
-        return {"response": self.kept.answer}
+        return {"response": self.kept.answer, "audit": self._audit}
+
+    def _audit(self, message: m.Message) -> m.Done:
+        """What must be 0 when no client waits. -> Done(JSON)"""
+        ready = self.dispatcher is not None
+        live, waiting = (len(self.dispatcher.records), self.dispatcher.queued) if ready else (0, 0)
+        return m.Done(json.dumps({"ok": ready, "error": "" if ready else "starting", "live": live, "waiting": waiting}))
 
     def load(self) -> m.Load:
         if self.dispatcher is None:

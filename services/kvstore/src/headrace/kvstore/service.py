@@ -6,6 +6,7 @@ Knows messages, futures, threads. Does not know eviction or places: see `store`.
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import Callable
@@ -109,6 +110,7 @@ class KvStoreService(Service):
             "commit": self._guarded(self._commit),
             "release": self._guarded(self._release),
             "blocks": self._guarded(self._blocks),
+            "audit": self._guarded(self._audit),
         }
 
     def load(self) -> m.Load:
@@ -221,6 +223,16 @@ class KvStoreService(Service):
         if message.start < 0 or message.start > len(hashes):
             raise StoreError("invalid", f"there are {len(hashes)} blocks; a page can't start at {message.start}")
         return m.KvBlocks(self.epoch, seq, b"".join(hashes[message.start : end]), end if end < len(hashes) else -1)
+
+    def _audit(self, message: m.Message) -> m.Done:
+        """Walk the owners of the arena; pins and grants that are open must be 0 when nothing is going on. -> Done(JSON)"""
+        store = self.store
+        report = {"ok": True, "error": "", "handles": len(store.held), "grants": len(store.grants), "checking": self._checking}
+        try:
+            store.check()
+        except AssertionError as error:
+            report |= {"ok": False, "error": str(error) or "the books of the arena do not fit its owners"}
+        return m.Done(json.dumps(report | store.bytes_by_state()))
 
     # ------------------------------------------------------------ in the background
 
