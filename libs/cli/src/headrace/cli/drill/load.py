@@ -18,7 +18,7 @@ from headrace.cli.errors import CommandError
 BLOCK = 128  # tokens
 
 
-@dataclass
+@dataclass(frozen=True)
 class Mix:
     """Sizes of random requests, in tokens. `top`: prompt ids are below it."""
 

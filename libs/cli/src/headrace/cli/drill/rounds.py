@@ -1,0 +1,206 @@
+"""One round of one fault: clients ask, something breaks, and then everything must be as before.
+
+Knows: how to wait for the moment, what counts as noticed, when a round is good. Does not know which faults there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from headrace.bus import BusError
+from headrace.cli.drill.client import Ask, Client, Seen
+from headrace.cli.drill.load import Answers, Mix
+from headrace.cli.drill.soak import quantile
+from headrace.cli.drill.target import Target, process_state
+from headrace.cli.drill.watch import Watch, to_unix
+from headrace.cli.errors import CommandError
+
+CLIENTS = 6  # requests of a round
+MOMENT = 15.0  # seconds until a process has reached the moment at which its fault is armed
+RECOVER = 30.0  # seconds until every process is ready again
+WHOLE = 10.0  # seconds until every pool is whole: two leases, quarantine included, with slack
+STOPPED = 3.0  # seconds that a process is stopped: longer than any lease of the drill's system
+SETTLE = 0.1  # seconds for the last trace events
+
+
+@dataclass
+class Result:
+    """What one round showed. Seconds; `noticed` is -1 where nothing in the system reacted, or had to."""
+
+    noticed: float = -1.0
+    by: str = ""  # the reaction, in words
+    ends: list[str] = field(default_factory=list)
+    held_up: float = 0.0  # the client whose request took longest beyond its undisturbed time
+    recovered: float = 0.0  # from the end of the fault until everything was ready and whole
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Round:
+    """What a fault may use while it happens. It sets `at` (time.monotonic()) at the moment of the fault, and `over` at its end."""
+
+    target: Target
+    client: Client
+    watch: Watch
+    seens: list[Seen] = field(default_factory=list)
+    tasks: list[asyncio.Task] = field(default_factory=list)
+    at: float = 0.0
+    over: float = 0.0
+    noticed_at: float = 0.0  # set by faults that know better than the trace
+    noticed_by: str = ""
+
+    def send(self, asks: list[Ask]) -> None:
+        """Let the clients ask."""
+        self.seens = [Seen(ask) for ask in asks]
+        self.tasks = [asyncio.create_task(self.client.ask(seen.ask, seen=seen)) for seen in self.seens]
+
+    async def tokens(self, count: int) -> None:
+        """Wait until some client has had so many tokens: streams are under way."""
+        await self.target.until(lambda: any(len(s.ids) >= count and not s.ended for s in self.seens), MOMENT, "no stream is under way")
+
+    async def hit(self, name: str, number: int, pid: int = 0) -> int:
+        """Kill or stop a process now; -> its pid. With `pid`: it does that itself, so only wait until it has."""
+        pid = pid or self.target.signal(name, number)
+        states = ("T",) if number == signal.SIGSTOP else ("", "Z")
+
+        def done() -> bool:
+            return process_state(pid) in states or self.target.pids().get(name) != pid
+
+        await self.target.until(done, MOMENT, f"{name} never came to the point at which it should have ended or stopped")
+        self.at = self.over = time.monotonic()
+        return pid
+
+    async def resume(self, name: str, seconds: float = STOPPED) -> None:
+        """Leave a process stopped for so long, then let it go on."""
+        await asyncio.sleep(seconds)
+        self.target.signal(name, signal.SIGCONT)
+        self.over = time.monotonic()
+
+    async def not_ready(self, session: aiohttp.ClientSession, limit: float) -> None:
+        """Wait until the gateway says that it is not ready; that is how a lost bus is noticed."""
+        while time.monotonic() < self.at + limit:
+            async with session.get(f"{self.client.url}/ready") as answer:
+                if answer.status != 200:
+                    self.noticed_at, self.noticed_by = time.monotonic(), "/ready of the gateway says 503"
+                    return
+            await asyncio.sleep(0.01)
+
+    async def counters(self, role: str, name: str) -> float:
+        """Sum of a metric over all processes of a role."""
+        total = 0.0
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
+            for process in self.target.names(role):
+                presence = self.target.presence(process)
+                if presence is not None and presence.http:
+                    async with session.get(presence.http + "/metrics") as answer:
+                        text = await answer.text()
+                    total += sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+        return total
+
+
+Fault = Callable[[Round, list[Ask]], Awaitable[None]]
+
+
+async def one_round(target: Target, watch: Watch, fault: Fault, mix: Mix, number: int) -> Result:
+    """Do a fault once and judge it."""
+    result = Result()
+    asks = mix.asks(CLIENTS, number)
+    async with Client(target.url, target.model()) as client:
+        this = Round(target, client, watch)
+        try:
+            await fault(this, asks)
+            await asyncio.gather(*this.tasks)
+            await asyncio.sleep(SETTLE)
+            _notice(this, result)
+            await target.ready(RECOVER)
+            if target.owned:
+                for name in target.names():
+                    await target.arm(name, "")
+            await target.whole(WHOLE)
+            result.recovered = time.monotonic() - max(this.over, max((s.ended for s in this.seens), default=0.0))
+            await _judge(this, client, result)
+        except (CommandError, BusError, OSError) as error:
+            result.problems.append(str(error))
+        finally:
+            for task in this.tasks:
+                task.cancel()
+            await asyncio.gather(*this.tasks, return_exceptions=True)
+            for name in target.pids():
+                target.signal(name, signal.SIGCONT)
+    result.ends = [seen.story() for seen in this.seens]
+    return result
+
+
+def _notice(this: Round, result: Result) -> None:
+    """Who reacted first, and how long after the fault."""
+    if this.noticed_at:
+        result.noticed, result.by = max(0.0, this.noticed_at - this.at), this.noticed_by
+        return
+    event = this.watch.first_reaction(to_unix(this.at) - 0.02, [seen.request for seen in this.seens if seen.request]) if this.at else None
+    event = event or (this.watch.first_reaction(to_unix(this.at) - 0.02) if this.at else None)
+    if event is not None:
+        result.noticed = max(0.0, event.ts - to_unix(this.at))
+        result.by = f"{event.name}: {_why(event.data)}"
+
+
+def _why(data: dict[str, Any]) -> str:
+    """The reason that an event gives, without the names of instances."""
+    text = str(data.get("why") or data.get("message") or data.get("code") or "")
+    text = " ".join("X" if "-" in word and len(word) > 24 else word for word in text.split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+async def _judge(this: Round, client: Client, result: Result) -> None:
+    """Ends, tokens, and whether the same requests go through now; these are the undisturbed answers too."""
+    answers = Answers()
+    try:
+        await answers.learn(client, [seen.ask for seen in this.seens], 3)
+    except CommandError as error:
+        result.problems.append(f"afterwards: {error}")
+        return
+    for seen in this.seens:
+        want = answers.by_ask[seen.ask]
+        if seen.wrong(want):
+            result.problems.append(f"wrong tokens in {seen.request}: {seen.ids} instead of {want}")
+        if seen.end == "hung":
+            result.problems.append(f"{seen.request or 'a request'} never ended")
+    usual = sorted(x.seconds for x in await asyncio.gather(*(client.ask(seen.ask) for seen in this.seens)))
+    result.held_up = max(0.0, max(seen.seconds for seen in this.seens) - usual[-1])
+
+
+@dataclass
+class Summary:
+    """All rounds of a fault."""
+
+    name: str
+    what: str
+    rounds: list[Result]
+    skipped: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    @property
+    def problems(self) -> list[str]:
+        return [problem for result in self.rounds for problem in result.problems]
+
+    def as_dict(self) -> dict[str, Any]:
+        noticed = [r.noticed for r in self.rounds if r.noticed >= 0]
+        by = Counter(r.by for r in self.rounds if r.noticed >= 0)
+        ends = Counter(end for r in self.rounds for end in r.ends)
+        return {
+            "name": self.name, "what": self.what, "skipped": self.skipped, "ok": self.ok, "rounds": len(self.rounds),
+            "noticed_p50": quantile(noticed, 0.5) if noticed else None, "noticed_p100": max(noticed) if noticed else None,
+            "noticed_by": by.most_common(1)[0][0] if by else "", "clients": dict(ends.most_common()),
+            "held_up": max((r.held_up for r in self.rounds), default=0.0),
+            "recovered": max((r.recovered for r in self.rounds), default=0.0), "problems": self.problems,
+        }  # fmt: skip
