@@ -6,11 +6,9 @@ import asyncio
 
 import pytest
 
-from headrace.bus import Bus, BusTimeout, Settings
+from headrace.bus import Bus, BusTimeout, Service, Settings, SettingsError
 from headrace.bus import messages as m
-from headrace.bus.faults import Faults, Point, message_name, parse
-from headrace.bus.service import Service
-from headrace.bus.settings import SettingsError
+from headrace.bus.faults import Faults, Point, message_names, parse
 from headrace.bus.testing import NatsServer
 
 
@@ -31,7 +29,10 @@ def test_which_occasions():
     assert parse("remote, ,") == [] and Faults("lose=a,remote").remote
 
 
-@pytest.mark.parametrize("text", ["kill", "kill=", "burn=decode.bound", "kill=a:x", "delay=out", "hold=nowhere:1", "lose=a:1:2"])
+WRONG = ["kill", "kill=", "burn=decode.bound", "kill=a:x", "delay=out", "hold=nowhere:1", "lose=a:1:2"]
+
+
+@pytest.mark.parametrize("text", WRONG)
 def test_what_is_no_fault_point_is_named(text):
     with pytest.raises(ValueError, match="is no fault point; write kill=EVENT"):
         parse(text)
@@ -40,9 +41,9 @@ def test_what_is_no_fault_point_is_named(text):
 
 
 def test_names_of_messages():
-    assert message_name(b"headrace.decode.decode-X.bind", None) == "bind"
-    assert message_name(b"headrace.out.gateway-X", None) == "out"
-    assert message_name(b"_INBOX.x.1", m.Verdict("admitted")) == "Verdict"
+    assert message_names(b"headrace.decode.decode-X.bind", None) == ("bind", "decode.bind")
+    assert message_names(b"headrace.out.gateway-X", None) == ("out",)
+    assert message_names(b"_INBOX.x.1", m.Verdict("admitted")) == ("Verdict",)
 
 
 async def test_messages_are_lost_repeated_and_late_and_only_where_armed():

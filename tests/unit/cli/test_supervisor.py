@@ -113,3 +113,37 @@ async def test_program_that_does_not_exist_is_an_error_at_once(tmp_path):
     keeper = Supervisor(lambda death: True)
     with pytest.raises(OSError):
         await keeper.start(Child("ghost", ["/no/such/program"], tmp_path / "log"))
+
+
+async def test_a_program_that_cannot_be_started_again_is_tried_until_it_can(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "BACKOFF_FIRST", 0.02)
+    program = tmp_path / "program"
+    program.write_text(f"#!{sys.executable}\n{SLEEPER}")
+    program.chmod(0o700)
+    deaths: list[str] = []
+    started: list[Child] = []
+    keeper = Supervisor(lambda death: deaths.append(str(death)) or True, started.append)
+    service = Child("service", [str(program)], tmp_path / "service.log")
+    await keeper.start(service)
+    first = service.pid
+    hidden = program.rename(tmp_path / "away")
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: len(deaths) >= 3)
+    assert "service could not be started: " in deaths[1] and "No such file" in deaths[1]
+    assert not service.keeper.done() and not started
+    hidden.rename(program)
+    await until(lambda: service.pid)
+    assert started == [service]
+    await keeper.stop([service], 5)
+
+
+async def test_an_outage_on_purpose_lasts_as_long_as_it_was_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "BACKOFF_FIRST", 0.01)
+    keeper = Supervisor(lambda death: True)
+    service = child(tmp_path, SLEEPER)
+    await keeper.start(service)
+    began = service.hold = time.monotonic() + 0.5
+    os.kill(service.pid, signal.SIGKILL)
+    await until(lambda: service.starts == 2)
+    assert time.monotonic() >= began
+    await keeper.stop([service], 5)

@@ -4,15 +4,16 @@ Knows: which moments there are, and how to die, stop, lose, repeat and delay the
 Off by default, and then without cost: nothing is hooked in, and `hold` returns at once. Armed only by the setting
 `test_faults`, a comma separated list:
 
-    kill=EVENT[:n]             SIGKILL to this process where it traces that event for the nth time (docs/tracing.md has the names)
-    stop=EVENT[:n]             SIGSTOP there
-    lose=MESSAGE[:which]       these messages are not sent
-    repeat=MESSAGE[:which]     they are sent again, REPEAT_SECONDS later
-    delay=MESSAGE:s[:which]    they are sent s seconds later
-    hold=PLACE:s[:which]       wait s seconds in front of a `flush` or a `write` of a hand-off
-    remote                     nothing now; the command `arm` on the bus arms faults while the process runs
+    kill=EVENT[:n]            SIGKILL to this process where it traces that event for the nth time (names: docs/tracing.md)
+    stop=EVENT[:n]            SIGSTOP there
+    lose=MESSAGE[:which]      these messages are not sent
+    repeat=MESSAGE[:which]    they are sent again, REPEAT_SECONDS later
+    delay=MESSAGE:s[:which]   they are sent s seconds later
+    hold=PLACE:s[:which]      wait s seconds in front of a `flush` or a `write` of a hand-off
+    freeze=PLACE:s[:which]    the whole process does nothing for s seconds there
+    remote                    nothing now; the command `arm` on the bus arms faults while the process runs
 
-MESSAGE: a verb (`bind`, `commit`, `cancel` ...), `out`, or the class of an answer (`Bound`, `Verdict` ...).
+MESSAGE: a verb (`bind`, `cancel` ...), a role and its verb (`decode.commit`), `out`, or the class of an answer (`Bound` ...).
 `which`: `3` the third one, `3+` all from the third on, `5%` each with this probability; without: each (kill, stop: the first).
 """
 
@@ -23,6 +24,7 @@ import contextlib
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +35,12 @@ REPEAT_SECONDS = 0.05
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 MESSAGES = ("lose", "repeat", "delay")
 PLACES = ("flush", "write")
-TIMED = ("delay", "hold")
-USAGE = "write kill=EVENT, stop=EVENT, lose=MESSAGE, repeat=MESSAGE, delay=MESSAGE:SECONDS, hold=flush|write:SECONDS or remote"
+HOLDS = ("hold", "freeze")
+TIMED = ("delay", *HOLDS)
+USAGE = (
+    "write kill=EVENT, stop=EVENT, lose=MESSAGE, repeat=MESSAGE, delay=MESSAGE:SECONDS, hold=flush|write:SECONDS, "
+    "freeze=flush|write:SECONDS or remote"
+)
 
 
 @dataclass
@@ -67,7 +73,7 @@ def _point(part: str) -> Point:
     kind, _, rest = part.partition("=")
     name, *more = rest.split(":")
     wrong = ValueError(f"{part!r} is no fault point; {USAGE}")
-    if not name or kind not in (*SIGNALS, *MESSAGES, "hold") or (kind == "hold" and name not in PLACES):
+    if not name or kind not in (*SIGNALS, *MESSAGES, *HOLDS) or (kind in HOLDS and name not in PLACES):
         raise wrong
     try:
         point = Point(kind, name, float(more.pop(0)) if kind in TIMED else 0.0)
@@ -111,7 +117,7 @@ class Faults:
             traced(request, event, *args, **data)
 
         def disturbed(subject: bytes, data: bytes, reply: bytes, headers: bytes, message: Any) -> None:
-            self.sends(message_name(subject, message), lambda: send(subject, data, reply, headers, message))
+            self.sends(message_names(subject, message), lambda: send(subject, data, reply, headers, message))
 
         trace.event, bus.send = event, disturbed
 
@@ -125,10 +131,10 @@ class Faults:
             if point.kind in SIGNALS and point.name == event and point.due():
                 os.kill(os.getpid(), SIGNALS[point.kind])
 
-    def sends(self, name: str, send: Callable[[], None]) -> None:
-        """Send a message of this name, or not, or twice, or later."""
+    def sends(self, names: tuple[str, ...], send: Callable[[], None]) -> None:
+        """Send a message that is called so, or not, or twice, or later."""
         for point in self.points:
-            if point.name != name or point.kind not in MESSAGES or not point.due():
+            if point.name not in names or point.kind not in MESSAGES or not point.due():
                 continue
             if point.kind == "lose":
                 return
@@ -142,8 +148,11 @@ class Faults:
         """Wait at a place in a hand-off, if a point says so. -> seconds waited"""
         waited = 0.0
         for point in self.points:
-            if point.kind == "hold" and point.name == place and point.due():
-                await asyncio.sleep(point.seconds)
+            if point.kind in HOLDS and point.name == place and point.due():
+                if point.kind == "freeze":
+                    time.sleep(point.seconds)  # noqa: ASYNC251  on purpose
+                else:
+                    await asyncio.sleep(point.seconds)
                 waited += point.seconds
         return waited
 
@@ -153,9 +162,9 @@ def _quietly(send: Callable[[], None]) -> None:
         send()
 
 
-def message_name(subject: bytes, message: Any) -> str:
-    """`bind` of headrace.decode.X.bind, `out` of headrace.out.X, the class of an answer."""
-    parts = subject.split(b".")
-    if parts[0] != b"headrace":
-        return type(message).__name__
-    return parts[3].decode() if len(parts) == 4 else parts[1].decode()
+def message_names(subject: bytes, message: Any) -> tuple[str, ...]:
+    """`bind` and `decode.bind` of headrace.decode.X.bind, `out` of headrace.out.X, the class of an answer."""
+    parts = subject.decode().split(".")
+    if parts[0] != "headrace":
+        return (type(message).__name__,)
+    return (parts[3], f"{parts[1]}.{parts[3]}") if len(parts) == 4 else (parts[1],)

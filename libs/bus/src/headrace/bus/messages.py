@@ -610,7 +610,8 @@ class ResponseKept(Message):
 
 
 class Arm(Message):
-    """`<role>.<id>.arm`: replace the fault points of a process that was started with `--test-faults remote`. -> Done | Refused"""
+    """`<role>.<id>.arm`: replace the fault points of a process that was started with `--test-faults remote`.
+    -> Done | Refused"""
 
     faults: str
 

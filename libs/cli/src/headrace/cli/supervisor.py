@@ -56,7 +56,7 @@ class Child:
 
 @dataclass
 class Death:
-    """A child ended without being asked to, or, with `error`, could not be started again. `pause`: seconds until the next try."""
+    """A child ended without being asked to, or could not be started again (`error`). `pause`: seconds until the next try."""
 
     child: Child
     status: int  # exit status; negative: the signal that killed it
@@ -74,8 +74,8 @@ class Death:
 
 
 class Supervisor:
-    """Keeps children alive. `on_death` is called for each unwanted end; on False the child is not started again. `on_restart` is
-    called after each later start."""
+    """Keeps children alive. `on_death` is called for each unwanted end; on False the child is not started again.
+    `on_restart` is called after each later start."""
 
     def __init__(self, on_death: Callable[[Death], bool], on_restart: Callable[[Child], None] = lambda child: None):
         self.on_death, self.on_restart = on_death, on_restart

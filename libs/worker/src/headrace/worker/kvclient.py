@@ -368,7 +368,11 @@ class KvStoreClient:
         finally:
             self._granted = ""
         commit = m.KvCommit(answer.grant, answer.generation, checksums)
-        stored = await self._bus.request("kvstore", store.instance, "commit", commit, timeout=2.0)
+        try:
+            stored = await self._bus.request("kvstore", store.instance, "commit", commit, timeout=2.0)
+        except BusError:  # if it never came, the room is free now and not when its lease is over; else this changes nothing
+            self._forget(store.instance, answer.grant)
+            raise
         count = stored.stored if isinstance(stored, m.KvStored) else 0
         self.counters["written"] += count
         self.counters["written_bytes"] += sum(len(d) for _, d in wanted) if count else 0

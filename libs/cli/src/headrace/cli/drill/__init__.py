@@ -1,7 +1,7 @@
 """`headrace drill`: faults on purpose, and a table of what came of them.
 
-Knows: which drills there are and their flags. Does not know how any of them works: `rows` has the single faults, `disturbed` the
-comparison of thousands of requests, `soak` the hour under load.
+Knows: which drills there are and their flags. Does not know how any of them works: `rows` has the single faults, `disturbed`
+the comparison of thousands of requests, `soak` the hour under load.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import uvloop
 
+from headrace.bus import log as logs
 from headrace.cli import state
 from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
@@ -28,8 +29,8 @@ What there is:
   headrace drill disturbed --requests 2000    requests under random faults, compared token by token with undisturbed runs
   headrace drill soak --minutes 60        load at 70 % of what the system can do, a fault every 10 s: memory, pools, latency
 
-A row is good when every client had its answer or an error object within its deadline, no token was a wrong one, every process runs
-again, every pool is whole again, and a request afterwards has its right answer. Exit status 0 only if every row is.
+A row is good when every client had its answer or an error object within its deadline, no token was a wrong one, every
+process runs again, every pool is whole again, and the same requests go through afterwards. Exit status 0 only if every row is.
 Rows that need root or network namespaces are skipped without them, and say so.
 """
 INTERRUPTED = 130
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
+    logs.configure("error", "console")  # lost connections are what this is about
     result, text = uvloop.run(_until_interrupted(_drill(args)))
     if result is None:
         return INTERRUPTED
@@ -79,12 +81,12 @@ def _check(args: argparse.Namespace) -> None:
 async def _drill(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     console = Console()
     if args.what == ["soak"]:
-        from headrace.cli.drill import soak
+        from headrace.cli.drill import soak, soak_report
 
         if args.engine != "sim":
             raise CommandError("soak is about processes and memory; it runs with --engine sim only")
         result = await soak.run(console, args.minutes, args.load, args.faults_every, args.seed, args.out)
-        return result, soak.table(result)
+        return result, soak_report.table(result)
     if args.what == ["disturbed"]:
         from headrace.cli.drill import disturbed
 

@@ -69,7 +69,7 @@ class Seen:
     def story(self) -> str:
         """For a table: how it ended."""
         if self.end == "error":
-            return f"{self.status} {self.code}".strip()
+            return f"{self.code} in the stream" if self.status == 200 else f"{self.status} {self.code}".strip()
         return self.end
 
 

@@ -1,7 +1,7 @@
 """What is asked during a drill, and the right answers.
 
-Knows: random requests whose prompts share beginnings (so that caches matter), an undisturbed run as the reference, open and closed
-loops of clients. Does not know: faults.
+Knows: random requests whose prompts share beginnings (so that caches matter), an undisturbed run as the reference, open and
+closed loops of clients. Does not know: faults.
 """
 
 from __future__ import annotations

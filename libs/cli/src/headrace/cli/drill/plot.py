@@ -50,16 +50,18 @@ def _panel(panel: Panel, top: float, far: float, x_label: str) -> list[str]:
 
     for step in range(5):
         value, y = most * step / 4, bottom - (HEIGHT - 18) * step / 4
-        out.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g} {escape(panel.unit)}</text>')
-        x = far * step / 4
-        out.append(f'<text x="{LEFT + width * step / 4:.1f}" y="{bottom + 14}" text-anchor="middle">{x:.3g} {escape(x_label)}</text>')
+        out.append(_text(LEFT - 6, y + 4, "end", f"{value:.3g} {panel.unit}"))
+        out.append(_text(LEFT + width * step / 4, bottom + 14, "middle", f"{far * step / 4:.3g} {x_label}"))
     for x in panel.marks:
-        spot = LEFT + x / far * width
-        out.append(f'<line x1="{spot:.1f}" x2="{spot:.1f}" y1="{bottom - 5}" y2="{bottom}" stroke="#d1495b" stroke-width="0.6"/>')
+        spot = f"{LEFT + x / far * width:.1f}"
+        out.append(f'<path d="M{spot},{bottom - 5} V{bottom}" stroke="#d1495b" stroke-width="0.6"/>')
     for number, (name, line) in enumerate(panel.lines.items()):
         colour = COLOURS[number % len(COLOURS)]
         points = " ".join(at(x, y) for x, y in line)
         out.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.2"/>')
-        y = top + 30 + 15 * number
-        out.append(f'<text x="{WIDTH - RIGHT + 8}" y="{y}" fill="{colour}">{escape(name)}</text>')
+        out.append(_text(WIDTH - RIGHT + 8, top + 30 + 15 * number, "start", name, colour))
     return out
+
+
+def _text(x: float, y: float, anchor: str, text: str, colour: str = "black") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'

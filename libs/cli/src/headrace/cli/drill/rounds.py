@@ -17,8 +17,8 @@ import aiohttp
 
 from headrace.bus import BusError
 from headrace.cli.drill.client import Ask, Client, Seen
+from headrace.cli.drill.figures import quantile
 from headrace.cli.drill.load import Answers, Mix
-from headrace.cli.drill.soak import quantile
 from headrace.cli.drill.target import Target, process_state
 from headrace.cli.drill.watch import Watch, to_unix
 from headrace.cli.errors import CommandError
@@ -45,7 +45,7 @@ class Result:
 
 @dataclass
 class Round:
-    """What a fault may use while it happens. It sets `at` (time.monotonic()) at the moment of the fault, and `over` at its end."""
+    """What a fault may use while it happens. It sets `at` (time.monotonic()) at the moment of the fault, `over` at its end."""
 
     target: Target
     client: Client
@@ -64,7 +64,11 @@ class Round:
 
     async def tokens(self, count: int) -> None:
         """Wait until some client has had so many tokens: streams are under way."""
-        await self.target.until(lambda: any(len(s.ids) >= count and not s.ended for s in self.seens), MOMENT, "no stream is under way")
+
+        def streaming() -> bool:
+            return any(len(seen.ids) >= count and not seen.ended for seen in self.seens)
+
+        await self.target.until(streaming, MOMENT, "no stream is under way")
 
     async def hit(self, name: str, number: int, pid: int = 0) -> int:
         """Kill or stop a process now; -> its pid. With `pid`: it does that itself, so only wait until it has."""
@@ -144,8 +148,7 @@ def _notice(this: Round, result: Result) -> None:
     if this.noticed_at:
         result.noticed, result.by = max(0.0, this.noticed_at - this.at), this.noticed_by
         return
-    event = this.watch.first_reaction(to_unix(this.at) - 0.02, [seen.request for seen in this.seens if seen.request]) if this.at else None
-    event = event or (this.watch.first_reaction(to_unix(this.at) - 0.02) if this.at else None)
+    event = this.watch.first_reaction(to_unix(this.at) - 0.02) if this.at else None
     if event is not None:
         result.noticed = max(0.0, event.ts - to_unix(this.at))
         result.by = f"{event.name}: {_why(event.data)}"

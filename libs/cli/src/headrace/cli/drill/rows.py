@@ -1,15 +1,14 @@
 """Which faults there are, each with a name, what it does, and how it is done.
 
-Knows: the moments of docs/tracing.md at which processes die and stop, the messages that get lost, doubled and late, the outages of
-the bus. A row with `armed` needs the fault points of a system of the drill's own; the others are signals by pid and can be done to
-the system that `headrace up` runs.
+Knows: the moments of docs/tracing.md at which processes die and stop, the messages that get lost, doubled and late, the outages
+of the bus. A row with `armed` needs the fault points of a system of the drill's own; the others are signals by pid and can be
+done to the system that `headrace up` runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fnmatch
-import json
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -167,11 +166,13 @@ ROWS: list[Row] = [
     *(_at(role, "kill", moment) for role, moments in MOMENTS.items() for moment in moments),
     *(_at(role, "stop", moment) for role, moments in STOPS.items() for moment in moments),
     *(_signal(role, verb) for role in ("prefill", "decode", "kvstore", "gateway") for verb in ("kill", "stop")),
-    _messages("flush-delayed", f"every flush of a prefill takes {2 * LEASE:g} s, two leases", "prefill-2", f"hold=flush:{2 * LEASE}"),
-    _messages("commit-lost", "a prefill's commits are all lost", "prefill-2", "lose=commit"),
-    _messages("commit-twice", "a prefill's commits come twice", "prefill-2", "repeat=commit"),
-    _messages("write-late", "a prefill renews no lease, and writes two leases late by a wrong clock", "prefill-2",
-              f"lose=bind:2+,hold=write:{2 * LEASE}"),
+    _messages("flush-delayed", f"every flush of a prefill takes {2 * LEASE:g} s, two leases", "prefill-2",
+              f"hold=flush:{2 * LEASE}"),
+    _messages("commit-lost", "a prefill's commits are all lost", "prefill-2", "lose=decode.commit"),
+    _messages("commit-twice", "a prefill's commits come twice", "prefill-2", "repeat=decode.commit"),
+    _messages("write-late", f"a prefill sleeps {3 * LEASE:g} s before a write and does it all the same: its clock stood too",
+              "prefill-2", f"freeze=write:{3 * LEASE}:1"),
+    _messages("store-commit-lost", "a prefill's commits at the kvstore are all lost", "prefill-2", "lose=kvstore.commit"),
     _messages("output-lost", "a third of a decode's output messages is lost", "decode-2", "lose=out:33%", LONG),
     _messages("output-twice", "a decode's output comes twice", "decode-2", "repeat=out", LONG),
     _messages("output-late", "a third of a decode's output is late and overtaken", "decode-2", "delay=out:0.2:33%", LONG),
@@ -282,5 +283,3 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def as_json(result: dict[str, Any]) -> str:
-    return json.dumps(result, indent=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ REMEMBERED = 20_000  # events, and requests
 
 # Events by which a service shows that it noticed something: another attempt, an error, a leg that ended early.
 REACTIONS = frozenset({"gateway.retry", "gateway.failed", "gateway.migrated", "prefill.failed"})
-ENDS_WELL = frozenset({"finished", "client", "cancelled", "stop"})
+ENDS_BADLY = ("gateway_died", "handoff_", "prefill_", "deadline")  # reasons of decode.finished
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Event:
     @property
     def reacts(self) -> bool:
         if self.name == "decode.finished":
-            return str(self.data.get("why", "")) not in ENDS_WELL
+            return str(self.data.get("why", "")).startswith(ENDS_BADLY)
         return self.name in REACTIONS
 
 
@@ -44,6 +44,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.events: deque[Event] = deque(maxlen=REMEMBERED)
+        self.on_event: Callable[[Event], None] = lambda event: None
         self._served: OrderedDict[str, set[str]] = OrderedDict()  # request -> instances that had a leg of it
         self._subscription: Subscription | None = None
 
@@ -58,6 +59,7 @@ class Watch:
         value = json.loads(payload)
         event = Event(value.pop("ts"), value.pop("request"), value.pop("event"), value.pop("instance"), value)
         self.events.append(event)
+        self.on_event(event)
         leg = event.data.get("decode") if event.name == "gateway.admitted" else None
         leg = event.data.get("prefill") if event.name == "gateway.accepted" else leg
         if leg:
