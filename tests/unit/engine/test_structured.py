@@ -158,6 +158,17 @@ def test_thinking_is_free_and_can_not_be_the_end(grammars):
     assert collect(engine(grammars), [r])[0].choices[0].finish == "stop", "an optional grammar lets the output end before it"
 
 
+@pytest.mark.parametrize("name", ["closed", "array of objects"])
+def test_an_output_goes_on_in_another_engine_by_its_grammar(grammars, name):
+    """What an engine that died had said comes with the prompt; the grammar takes it first, and the rest is the same."""
+    whole = collect(engine(grammars), [request("r", grammar=name)])[0].choices[0]
+    for given in range(1, len(whole.ids), 7):
+        rest = request("r", IDS[:20] + whole.ids[:given], grammar=name)
+        rest.output_tokens = given
+        (got,) = collect(engine(grammars), [rest])
+        assert got.choices[0].ids == whole.ids[given:] and got.choices[0].finish == whole.finish
+
+
 def test_the_grammars_end_is_the_outputs(grammars):
     for more in ({}, {"ignore_eos": True}, {"min_tokens": 30}, {"min_tokens": 30, "ignore_eos": True, "temperature": 0.0}):
         choice = collect(engine(grammars), [request("r", grammar=Grammar("regex", "abc"), **more)])[0].choices[0]

@@ -157,7 +157,7 @@ class Admit(Message):
     attempt: int
     gateway: str
     gateway_epoch: int
-    prompt_tokens: int
+    prompt_tokens: int  # ids that prefill will hand over
     block_hashes: bytes  # of the prompt's full blocks
     namespace: bytes
     sampling: Sampling
@@ -166,6 +166,8 @@ class Admit(Message):
     client_id: str = ""
     traceparent: str = ""
     images: list[ImageSpan] = []
+    output_tokens: int = 0  # of those ids, the last are output already: an earlier attempt gave them, this one goes on
+    first_choice: int = 0  # number of choice 0 in the client's request, which keys its noise
 
 
 class Admitted(Message):
@@ -325,8 +327,10 @@ class OutEntry(Part):
     ids: bytes
     logprobs: list[TokenLogprob] | None = None
     finish: str = ""  # "" | stop | length | abort ; "stop" covers EOS and stop ids
-    usage: Usage | None = None  # with `finish`
+    usage: Usage | None = None  # with the last `finish`
     problem: Problem | None = None  # ends the attempt; no token follows
+    sampled: int = 0  # with `finish`: tokens of this choice that count, an EOS that is not among `ids` included
+    prompt: Usage | None = None  # with the first token of the request: its prompt's part
 
 
 class Out(Message):

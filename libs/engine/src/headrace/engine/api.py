@@ -173,19 +173,19 @@ class EngineRequest:
     output_tokens: int = 0  # so many of the last ids are output already: an attempt elsewhere gave them, this one goes on
     first_choice: int = 0  # number of choice 0 among those of the whole request: the noise is keyed by it
 
-    def check(self, prompt_tokens: int) -> None:
-        """ValueError names what is wrong. `prompt_tokens`: ids in all."""
-        self.sampling.check()
-        given, most = self.output_tokens, self.sampling.max_tokens
-        if not 0 <= given < prompt_tokens or given >= most:
-            raise ValueError(
-                f"output_tokens is {given}; of {prompt_tokens} ids and max_tokens {most} it must leave a prompt and a token to "
-                "sample"
-            )
-        if given and self.sampling.n > 1:
-            raise ValueError(f"output_tokens is {given} and n is {self.sampling.n}: each choice goes on by itself")
-        if self.first_choice < 0:
-            raise ValueError(f"first_choice must be at least 0; got {self.first_choice}")
+
+def check_output(prompt_tokens: int, output_tokens: int, first_choice: int, sampling: SamplingParams) -> None:
+    """ValueError names what is wrong with the output that a request begins with. `prompt_tokens`: ids in all."""
+    given, most = output_tokens, sampling.max_tokens
+    if given and not 0 < given < min(prompt_tokens, most):
+        raise ValueError(
+            f"output_tokens is {given}; of {prompt_tokens} ids and max_tokens {most} it must leave a prompt and a token to "
+            "sample"
+        )
+    if given and sampling.n > 1:
+        raise ValueError(f"output_tokens is {given} and n is {sampling.n}: each choice goes on by itself")
+    if first_choice < 0:
+        raise ValueError(f"first_choice must be at least 0; got {first_choice}")
 
 
 @dataclass(slots=True)

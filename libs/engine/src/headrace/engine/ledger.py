@@ -66,7 +66,8 @@ class Ledger:
             )
         if request.hashes and len(request.hashes) != n // block:
             raise ValueError(f"{n} tokens have {n // block} full blocks of {block}; got {len(request.hashes)} hashes")
-        request.check(n)
+        request.sampling.check()
+        api.check_output(n, request.output_tokens, request.first_choice, request.sampling)
         if request.images:
             check_images(request.images, n)
         self._arrivals += 1

@@ -223,7 +223,7 @@ def _rules(samples: list[Sample]) -> tuple[Rules, dict[Sequence, str]]:
     for s in samples:
         sequence = s.sequence
         try:
-            sequence.matcher.sync(sequence.ids[sequence.prompt_len :])
+            sequence.matcher.sync(sequence.ids[sequence.output_start :])
             rules[sequence] = sequence.matcher.block(s.drafts)
         except GrammarError as error:
             astray[sequence] = str(error)

@@ -172,7 +172,7 @@ class SimEngine:
         n, config = len(request.ids), self.config
         if n < 1:
             raise ValueError("the prompt is empty; it needs at least one token")
-        request.check(n)
+        api.check_output(n, request.output_tokens, request.first_choice, request.sampling)
         if n > config.max_model_len:
             raise ValueError(f"the prompt has {n} tokens; the model takes {config.max_model_len}")
         if -(-n // BLOCK) > config.num_blocks:
@@ -202,7 +202,7 @@ class SimEngine:
         """Checks every block, the state and the hidden vector against the ids, then decodes. Corrupt (a ValueError) leaves the
         reservation as it was."""
         table = self._tables[reservation.request]
-        request.check(len(handoff.ids))
+        api.check_output(len(handoff.ids), request.output_tokens, request.first_choice, request.sampling)
         first = self._sequence(request, ids=handoff.ids)
         first.position = first.prompt
         self._verify_blocks(first, table)

@@ -301,7 +301,7 @@ class TestGateway(Service):
         there) is no end for `patience` seconds: waiting and asking elsewhere is the gateway's part."""
         end, named = time.monotonic() + patience, bool(options.get("prefill") or options.get("decode"))
         while True:
-            for role in ("prefill", "decode"):  # one that was killed may be starting again
+            for role in {"prefill", "decode"} - options.keys():  # one that was killed may be starting again
                 await self.peers.wait_for(role, timeout=max(10.0, end - time.monotonic()))
             result = await self.attempt(ids, sampling, **options)
             refused = result.refused

@@ -28,12 +28,18 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """Output of one choice, kept so that a gap can be repaired."""
+    """Output of one choice, kept so that a gap can be repaired. `base`: tokens that an earlier attempt gave, elsewhere."""
 
-    ids: array = field(default_factory=lambda: array("I"))
+    base: int = 0
+    ids: array = field(default_factory=lambda: array("I"))  # from token `base` on
     logprobs: list[m.TokenLogprob] | None = None
-    sampled: int = 0  # tokens, the EOS that is not part of `ids` included
+    sampled: int = 0  # tokens, those of `base` and the EOS that is not part of `ids` included
     finish: str = ""
+
+    @property
+    def end(self) -> int:
+        """Index of the next token."""
+        return self.base + len(self.ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,18 +68,23 @@ class Request:
     def open_choices(self) -> int:
         return sum(not choice.finish for choice in self.choices)
 
+    def counted(self, choice: int) -> int:
+        """Tokens of a choice that count."""
+        sampled = self.choices[choice].sampled
+        return min(self.keep.get(choice, sampled), sampled)
+
+    def prompt_usage(self) -> m.Usage:
+        """The client's prompt, without the output that came with it."""
+        usage = self.usage or m.Usage()
+        prompt = self.admit.prompt_tokens - self.admit.output_tokens
+        cached = min(usage.cached_tokens, prompt)
+        return m.Usage(prompt, 0, cached, prompt - cached, usage.replay_rows, usage.hit_source)
+
     def total_usage(self) -> m.Usage:
         """Prompt part plus the tokens that count."""
-        prompt = self.usage or m.Usage(prompt_tokens=self.admit.prompt_tokens)
-        counted = (min(self.keep.get(i, c.sampled), c.sampled) for i, c in enumerate(self.choices))
-        return m.Usage(
-            prompt.prompt_tokens,
-            sum(counted),
-            prompt.cached_tokens,
-            prompt.computed_rows,
-            prompt.replay_rows,
-            prompt.hit_source,
-        )
+        usage = self.prompt_usage()
+        usage.completion_tokens = sum(map(self.counted, range(len(self.choices))))
+        return usage
 
     def nbytes(self) -> int:
         """About what a finished request takes."""

@@ -149,7 +149,7 @@ class DecodeService(WorkerService):
             began=now,
             promised=self._need(message) - len(pins),
             pins=pins,
-            choices=[Choice() for _ in range(message.sampling.n)],
+            choices=[Choice(message.output_tokens, sampled=message.output_tokens) for _ in range(message.sampling.n)],
         )
         self.requests[key] = request
         self.attempts[message.request] = message.attempt
@@ -187,6 +187,7 @@ class DecodeService(WorkerService):
         try:
             params = sampling_params(message.sampling)
             params.check(info.vocab_size)
+            api.check_output(tokens, message.output_tokens, message.first_choice, params)
             if params.grammar is not None:
                 self.engine.grammars.compile(params.grammar)  # it is compiled: this only says what is wrong with it
         except ValueError as error:
@@ -209,7 +210,7 @@ class DecodeService(WorkerService):
     def _need(self, message: m.Admit) -> int:
         """Blocks that the request will take soon: prompt and some room to grow; never more than there are in all."""
         info, sampling = self.engine.info, message.sampling
-        grow = min(sampling.max_tokens, self.settings.growth_tokens)
+        grow = min(sampling.max_tokens - message.output_tokens, self.settings.growth_tokens)
         need = -(-(message.prompt_tokens + grow) // info.block_tokens)
         if sampling.n > 1:
             need += (sampling.n - 1) * (1 + grow // info.block_tokens)
@@ -338,6 +339,8 @@ class DecodeService(WorkerService):
                 priority=admit.priority,
                 deadline=request.deadline,
                 images=[api.ImageSpan(i.start, i.tokens, i.digest) for i in admit.images],
+                output_tokens=admit.output_tokens,
+                first_choice=admit.first_choice,
             )
             self.engine.admit(landed.reservation, handoff, wanted)
         except ValueError as error:
@@ -392,7 +395,8 @@ class DecodeService(WorkerService):
             choice.logprobs += logprobs
         choice.ids.extend(event.ids)
         choice.sampled += len(event.ids) + (event.stop_id >= 0 and event.stop_id not in event.ids[-1:])
-        if not request.first_token:
+        first = not request.first_token
+        if first:
             request.first_token = time.monotonic()
             self.trace.event(admit.request, "decode.first_token", ms=(request.first_token - request.admitted) * 1e3)
         usage = None
@@ -401,8 +405,9 @@ class DecodeService(WorkerService):
             if not request.open_choices:
                 usage = request.total_usage()
         entry = m.OutEntry(
-            admit.request, admit.attempt, event.choice, event.index, m.pack_ids(event.ids), logprobs, event.finish, usage
-        )
+            admit.request, admit.attempt, event.choice, event.index, m.pack_ids(event.ids), logprobs, event.finish, usage, None,
+            choice.sampled if event.finish else 0, request.prompt_usage() if first else None,
+        )  # fmt: skip
         self.outbox.add(admit.gateway, entry)
         if usage is not None:
             request.phase = Phase.OVER
@@ -430,7 +435,8 @@ class DecodeService(WorkerService):
                     self.outbox.add_soon(
                         request.admit.gateway,
                         m.OutEntry(
-                            message.request, message.attempt, index, len(choice.ids), b"", None, "stop", usage if last else None
+                            message.request, message.attempt, index, choice.end, b"", None, "stop", usage if last else None,
+                            None, request.counted(index),
                         ),
                     )
         self.counters["cancelled"] += 1
@@ -464,7 +470,7 @@ class DecodeService(WorkerService):
         request.problem = m.Problem(status, code, text)
         self.counters["failed"] += 1
         entry = m.OutEntry(
-            admit.request, admit.attempt, 0, len(request.choices[0].ids), b"", finish="abort", problem=request.problem
+            admit.request, admit.attempt, 0, request.choices[0].end, b"", finish="abort", problem=request.problem
         )
         self.outbox.add_soon(admit.gateway, entry)
         self._end(request, code)
@@ -518,7 +524,9 @@ class DecodeService(WorkerService):
             return m.Refused("unknown", f"attempt {message.attempt} of {message.request} is not here")
         if not 0 <= message.choice < len(request.choices):
             return m.Refused("invalid", f"choice {message.choice}; the request has {len(request.choices)}")
-        choice, start = request.choices[message.choice], max(0, message.start)
+        choice = request.choices[message.choice]
+        start = max(choice.base, message.start)
+        lost = start - choice.base  # index into what this attempt gave
         self.counters["resumed"] += 1
         over = request.phase is Phase.OVER
         entry = m.OutEntry(
@@ -526,11 +534,13 @@ class DecodeService(WorkerService):
             message.attempt,
             message.choice,
             start,
-            choice.ids[start:].tobytes(),
-            choice.logprobs[start:] if choice.logprobs is not None else None,
+            choice.ids[lost:].tobytes(),
+            choice.logprobs[lost:] if choice.logprobs is not None else None,
             choice.finish or ("abort" if over else ""),
             request.total_usage() if over and request.problem is None else None,
             request.problem,
+            request.counted(message.choice) if choice.finish else 0,
+            request.prompt_usage() if request.admitted else None,
         )
         return m.Resumed([entry])
 
