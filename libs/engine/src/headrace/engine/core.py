@@ -76,6 +76,10 @@ class EngineCore:
         self._planned: Plan | None = None  # one at a time
         self._meter = _Meter()
 
+    def use(self, speculator: Speculator | None) -> None:
+        """Another policy of speculative decoding, between two steps."""
+        self.speculator = self.scheduler.speculator = self.postprocessor.speculator = speculator
+
     # ------------------------------------------------------------ requests
 
     def submit(self, request: api.EngineRequest) -> None:

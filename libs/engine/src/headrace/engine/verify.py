@@ -121,11 +121,10 @@ def _rejection(logits: torch.Tensor, windows: Sequence[Window], eos_token_ids: S
         rejected.append(accepted[-1] < len(own))
         start += len(window.draws)
     weights = p[last]
-    for i, (row, no) in enumerate(zip(last, rejected, strict=True)):
-        if no:
-            residual = (p[row] - q[place[row]]).clamp_(min=0.0)
-            # p <= q everywhere only where they are equal but for rounding: then p is what is left
-            weights[i] = torch.where(residual.sum() > 0, residual, p[row])
+    if some := [i for i, no in enumerate(rejected) if no]:
+        residual = (weights[some] - q[[place[last[i]] for i in some]]).clamp_(min=0.0)
+        # p <= q everywhere only where they are equal but for rounding: then p is what is left
+        weights[some] = torch.where(residual.sum(-1, keepdim=True) > 0, residual, weights[some])
     purposes = [rng.Purpose.RESIDUAL if no else rng.Purpose.SAMPLE for no in rejected]
     keys = [
         rng.key(d.params.seed, d.choice, d.position, purpose)
