@@ -84,6 +84,12 @@ def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine
         snapshot_bytes=settings.snapshot_bytes,
         swap_bytes=settings.swap_bytes,
         chunk_tokens=tuple(settings.chunk_tokens),
+        speculative=settings.speculative,
+        acceptance=settings.acceptance,
+        draft_budget=None if settings.draft_budget < 0 else settings.draft_budget,
+        draft_calibration=settings.draft_calibration,
+        confidence_normed={"config": None, "raw": False, "normed": True}[settings.confidence_head],
+        rollback_gate=settings.rollback_gate,
         model_name=os.path.basename(os.path.normpath(settings.model)),
     )
     grammars = None

@@ -351,11 +351,22 @@ class _WorkerCollector:
         yield blocks
         yield GaugeMetricFamily("headrace_loop_lag_seconds", "how late the last tick was", value=service.host.lag)
         yield GaugeMetricFamily("headrace_loop_lag_worst_seconds", "how late a tick ever was", value=service.host.worst_lag)
-        for name, value in service.engine.stats().items():
-            yield GaugeMetricFamily(f"headrace_engine_{name}", f"engine: {name}", value=float(value))
+        yield from _engine_gauges(service.engine.stats())
         for name, value in service.store.counters.items():
             yield CounterMetricFamily(f"headrace_kvstore_client_{name}", f"kvstore client: {name}", value=float(value))
         for name, value in service.counters.items():
             yield CounterMetricFamily(f"headrace_{service.role}_{name}", f"{service.role}: {name}", value=float(value))
         for name, value in service.debts().items():
             yield GaugeMetricFamily(f"headrace_{service.role}_{name}", f"{service.role}: {name}", value=float(value))
+
+
+def _engine_gauges(stats: dict[str, float]) -> list[GaugeMetricFamily]:
+    """One family a name; "name/label=value" is the sample of `name` with that label."""
+    families: dict[str, GaugeMetricFamily] = {}
+    for key, number in stats.items():
+        name, _, label = key.partition("/")
+        label, _, value = label.partition("=")
+        if name not in families:
+            families[name] = GaugeMetricFamily(f"headrace_engine_{name}", f"engine: {name}", labels=[label] if label else None)
+        families[name].add_metric([value] if label else [], float(number))
+    return list(families.values())

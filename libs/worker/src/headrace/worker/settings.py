@@ -37,6 +37,25 @@ class WorkerSettings(Settings):
     kv_format: Annotated[Literal["quantized", "fp32"], Meta(description="how KV is stored; fp32 is for parity checks")] = (
         "quantized"
     )
+    speculative: Annotated[
+        Literal["off", "dspark"], Meta(description="dspark: the checkpoint's draft proposes tokens that decode verifies")
+    ] = "off"
+    acceptance: Annotated[
+        Literal["exact", "standard"],
+        Meta(description="exact: the same tokens as without drafts; standard: more drafts accepted, the same distribution"),
+    ] = "exact"
+    draft_budget: Annotated[
+        int, Meta(ge=-1, description="drafts that a step verifies at most; -1: as many as pay by the measured step times")
+    ] = -1
+    draft_calibration: Annotated[
+        str, Meta(description='file of temperatures for the draft's confidences: {"temperatures": [...]}; none: 1')
+    ] = ""
+    confidence_head: Annotated[
+        Literal["config", "raw", "normed"], Meta(description="the hidden vector it reads; config: what config.json says")
+    ] = "config"
+    rollback_gate: Annotated[
+        float, Meta(ge=0, le=1, description="a request whose share of rejected drafts is above it pauses drafting; 1: never")
+    ] = 0.3
     device: Annotated[str, Meta(description="cpu or cuda")] = "cpu"
     threads: Annotated[
         int, Meta(ge=0, description="compute threads; 0: half of the cores, for prefill and decode on one host")
