@@ -48,7 +48,7 @@ class WorkerSettings(Settings):
         int, Meta(ge=-1, description="drafts that a step verifies at most; -1: as many as pay by the measured step times")
     ] = -1
     draft_calibration: Annotated[
-        str, Meta(description='file of temperatures for the draft's confidences: {"temperatures": [...]}; none: 1')
+        str, Meta(description='file of temperatures of the draft: {"temperatures": [...]}; none: 1')
     ] = ""
     confidence_head: Annotated[
         Literal["config", "raw", "normed"], Meta(description="the hidden vector it reads; config: what config.json says")
