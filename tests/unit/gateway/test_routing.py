@@ -169,3 +169,22 @@ async def test_what_an_event_removed_does_not_come_back_with_an_older_page():
     await next(iter(residency._syncing.values()))
     assert residency.match([block(1)]) == {} and residency.match([block(3)]) == residency.match([block(4)]) == {"p": 1}
     await residency.stop()
+
+
+def test_a_worker_that_does_both_computes_its_own_prompts_only(router):
+    """Three of either role, and two that do both: the latter may take hand-offs, and give none."""
+    both = [f"both-{number}" for number in range(2)]
+    for name in both:
+        told = presence("decode", name)
+        told.both = True
+        router.tell("join", told)
+    got, rng = Counter(), random.Random(3)
+    for _ in range(1000):
+        prefill, decode = router.choose(router.group("M"), [rng.randbytes(16)], 228, set())
+        assert prefill is decode or prefill.instance not in both
+        got[prefill is decode] += 1
+        router.sent(prefill, decode, [], 228)
+    assert min(got[True], got[False]) > 100
+    alone = choose(router, excluded=[f"prefill-{number}" for number in range(3)])
+    assert alone in {(name, name) for name in both}
+    assert choose(router, excluded=[*both, *(f"prefill-{number}" for number in range(3))]) is None

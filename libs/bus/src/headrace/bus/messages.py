@@ -202,7 +202,8 @@ class Resumed(Message):
 
 
 class Run(Message):
-    """`prefill.<id>.run`: compute a prompt and hand it to `decode`. Answered at once. -> Accepted | Refused"""
+    """`prefill.<id>.run`: compute a prompt and hand it to `decode`. `decode.<id>.run`, of one that does both: compute the
+    prompt that was admitted. Answered at once. -> Accepted | Refused"""
 
     request: str
     attempt: int
@@ -382,6 +383,7 @@ class Presence(Message):
     version: str = ""
     event_seq: int = 0  # last KvEvents.seq
     http: str = ""  # URL of /health, /ready and /metrics (of the gateway: of the API)
+    both: bool = False  # of a decode worker: it takes `run` and computes prompts itself
 
 
 class KvEvents(Message):

@@ -48,6 +48,7 @@ class Options:
     port: int | None = None  # None: 8000, or a free one where that is taken
     prefill: int = 1
     decode: int = 1
+    both: bool = False  # decode workers compute prompts too, and there is no prefill worker
     gateway_workers: int = 1
     drain_seconds: float = 20.0
     config: Path | None = None  # settings file for every service
@@ -164,7 +165,8 @@ class System:
 
     def _plan(self) -> str:
         o = self.options
-        return f"kvstore, {o.prefill} x prefill, {o.decode} x decode, gateway (engine {o.engine})"
+        workers = f"{o.decode} x prefill and decode in one" if o.both else f"{o.prefill} x prefill, {o.decode} x decode"
+        return f"kvstore, {workers}, gateway (engine {o.engine})"
 
     def _children(self, port: int) -> dict[str, list[Child]]:
         o = self.options
@@ -181,8 +183,8 @@ class System:
         ]
         plan = {
             "kvstore": [("kvstore", [])],
-            "decode": [(f"decode-{i + 1}", worker) for i in range(o.decode)],
-            "prefill": [(f"prefill-{i + 1}", worker) for i in range(o.prefill)],
+            "decode": [(f"decode-{i + 1}", [*worker, *(["--both"] if o.both else [])]) for i in range(o.decode)],
+            "prefill": [(f"prefill-{i + 1}", worker) for i in range(0 if o.both else o.prefill)],
             "gateway": [("gateway", gateway)],
         }
         return {role: [self._child(role, name, flags) for name, flags in children] for role, children in plan.items()}
@@ -199,7 +201,8 @@ class System:
         if self.options.config:
             env["HEADRACE_CONFIG"] = str(self.options.config.absolute())
         if role in ("prefill", "decode"):
-            threads = max(1, (os.cpu_count() or 1) // (self.options.prefill + self.options.decode))
+            workers = self.options.decode + (0 if self.options.both else self.options.prefill)
+            threads = max(1, (os.cpu_count() or 1) // workers)
             env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
         argv = [sys.executable, "-m", f"headrace.{role}", "--name", name, "--metrics-port", "0", *flags]
         return Child(name, argv, self.state.logs / f"{name}.log", env)

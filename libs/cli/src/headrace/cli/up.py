@@ -70,6 +70,9 @@ def add_size(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefill", type=count, default=1, metavar="N", help="prefill workers (default: 1)")
     parser.add_argument("--decode", type=count, default=1, metavar="N", help="decode workers (default: 1)")
+    parser.add_argument(
+        "--both", action="store_true", help="decode workers compute prompts too, without a hand-off; no prefill worker starts"
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings of the services, as YAML")
     parser.add_argument(
         "--drain-seconds",
@@ -103,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         port=args.port,
         prefill=args.prefill,
         decode=args.decode,
+        both=args.both,
         gateway_workers=args.gateway_workers,
         drain_seconds=args.drain_seconds,
         config=args.config,

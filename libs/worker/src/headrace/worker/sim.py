@@ -431,6 +431,8 @@ class SimEngine:
                 return
             self._live[request.request] = sequences
             self._decoding += sequences
+            rows = sequence.prompt - sequence.cached
+            events.append(api.PromptDone(request.request, sequence.cached, rows, sequence.replay, sequence.snapshot))
             return
         del self._live[request.request]
         self._held[request.request] = sequence

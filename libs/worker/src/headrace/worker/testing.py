@@ -301,7 +301,7 @@ class TestGateway(Service):
         there) is no end for `patience` seconds: waiting and asking elsewhere is the gateway's part."""
         end, named = time.monotonic() + patience, bool(options.get("prefill") or options.get("decode"))
         while True:
-            for role in {"prefill", "decode"} - options.keys():  # one that was killed may be starting again
+            for role in self._roles() - options.keys():  # one that was killed may be starting again
                 await self.peers.wait_for(role, timeout=max(10.0, end - time.monotonic()))
             result = await self.attempt(ids, sampling, **options)
             refused = result.refused
@@ -310,6 +310,10 @@ class TestGateway(Service):
             if not again or time.monotonic() > end:
                 return result
             await asyncio.sleep(min(max(refused.retry_after if refused else 0.0, 0.01), 0.1))
+
+    def _roles(self) -> set[str]:
+        """Who is needed: prefill not where decode workers compute prompts."""
+        return {"decode"} if any(p.both for p in self.peers.by_role("decode")) else {"prefill", "decode"}
 
     async def attempt(
         self,
@@ -328,9 +332,10 @@ class TestGateway(Service):
         """One attempt. `cancel_after` seconds or at `cancel_at` tokens it is cancelled."""
         sampling = sampling or m.Sampling()
         request = subjects.nuid()
-        prefill = prefill or random.choice(await self.peers.wait_for("prefill")).instance
         decode = decode or random.choice(await self.peers.wait_for("decode")).instance
         presence = self.peers.get(decode)
+        both = presence is not None and presence.both
+        prefill = decode if both else prefill or random.choice(await self.peers.wait_for("prefill")).instance
         if presence is None:
             gone = m.Problem(502, "gone", f"{decode} is not there")
             return Result(request, problem=gone, prefill=prefill, decode=decode, homeless=True)
@@ -342,7 +347,7 @@ class TestGateway(Service):
         stream = self.streams[request] = _Stream(result, 0, sampling.n)
         stream.prefill, stream.decode = prefill, decode
         if self.probe:
-            self.prober.watch("prefill", prefill)
+            self.prober.watch("decode" if both else "prefill", prefill)
             self.prober.watch("decode", decode)
         try:
             admit = m.Admit(request, 0, self.instance, self.epoch, len(ids), hashes, namespace, sampling, deadline)
@@ -351,7 +356,7 @@ class TestGateway(Service):
                 result.refused = admitted
                 return result
             run = m.Run(request, 0, self.instance, decode, admitted.have, packed, hashes, namespace, deadline)
-            accepted = await self.bus.ask(f"headrace.prefill.{prefill}.run", run, COMMAND_SECONDS)
+            accepted = await self.bus.ask(f"headrace.{'decode' if both else 'prefill'}.{prefill}.run", run, COMMAND_SECONDS)
             if isinstance(accepted, m.Refused):
                 result.refused = accepted
                 await self._cancel(request, prefill, decode, "failed")

@@ -55,6 +55,8 @@ class Request:
     promised: int  # blocks that binding will take
     phase: Phase = Phase.CREDIT
     pins: list[int] = field(default_factory=list)
+    computing: bool = False  # `run` came: the prompt is computed here (`prompts.py`)
+    fetched: int = 0  # of the pins, blocks that came from the kvstore
     landed: Landed | None = None  # BOUND
     choices: list[Choice] = field(default_factory=list)
     usage: m.Usage | None = None  # the prompt's part, from prefill

@@ -1,4 +1,4 @@
-"""The decode service: grants memory, admits hand-offs, samples every token of a request.
+"""The decode service: grants memory, admits hand-offs, samples every token of a request. With `--both` it computes prompts too.
 
 Reads in the order of a request's life: admit, bind, commit, tokens, finish; then what ends it early (cancel, fail, expiry,
 a dead gateway or writer); then the sweeps. Each handler runs to its end on the loop, so a request's events are consumed in
@@ -8,6 +8,7 @@ order.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from array import array
 from collections import OrderedDict
@@ -28,6 +29,7 @@ from headrace.worker.settings import WorkerSettings
 
 from .compiling import Compiling
 from .landing import Landed, Landing
+from .prompts import Prompts
 from .request import Choice, Phase, Request, sampling_params
 
 FINISHED_SECONDS = 30.0  # a finished output can be asked for again
@@ -43,6 +45,12 @@ class DecodeSettings(WorkerSettings):
     ticket_seconds: Annotated[float, Meta(gt=0, description="lease of a hand-off; its writer renews it")] = 5.0
     growth_tokens: Annotated[int, Meta(ge=0, description="room per choice that admission keeps for output")] = 256
     grammar_seconds: Annotated[float, Meta(gt=0, description="longest compilation of a grammar (structured output)")] = 2.0
+    both: Annotated[bool, Meta(description="compute prompts here too: one process needs no prefill worker")] = False
+
+    @property
+    def compute_threads(self) -> int:
+        """All cores where no prefill worker wants its half."""
+        return self.threads or (os.cpu_count() or 1 if self.both else super().compute_threads)
 
 
 @dataclass(slots=True)
@@ -73,6 +81,7 @@ class DecodeService(WorkerService):
         self.counters = dict.fromkeys(
             ("admitted", "refused", "finished", "cancelled", "failed", "expired", "corrupt", "resumed"), 0
         )
+        self.prompts = Prompts(self) if settings.both else None
         self._looked = 0.0  # when writers' lives were last checked
         self._asking: set[asyncio.Future] = set()
 
@@ -88,12 +97,16 @@ class DecodeService(WorkerService):
             "grant": self.grant_status,
             "blocks": self.blocks,
             "audit": self.audit,
+            **({"run": self.prompts.run} if self.prompts is not None else {}),
         }
 
     def prepare(self) -> None:
         slots = self.settings.slab_slots or min(self.engine.info.max_num_seqs, 64)
         self.compiling = Compiling(self.engine.grammars, self.settings.grammar_seconds)
         self.landing = Landing(self.memory, self.kv, self.engine, slots, self.settings.ticket_seconds, self._landing_says)
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"both": self.settings.both}
 
     def load(self) -> m.Load:
         load = super().load()
@@ -245,7 +258,7 @@ class DecodeService(WorkerService):
                 f"{request.admit.prompt_tokens}"
             )  # fmt: skip
         if refusal is not None:
-            self._problem(request, 500, refusal.code, refusal.message)
+            self.problem(request, 500, refusal.code, refusal.message)
             return refusal
         reservation = self.engine.reserve(key, request.hashes, message.prompt_tokens)
         if reservation is None:
@@ -256,12 +269,12 @@ class DecodeService(WorkerService):
             self.engine.abandon(reservation)
             self.engine.pool.release(reservation.blocks)
             return m.Refused("full", "all slab slots are taken", self.load(), 0.02)
-        self._unpin(request)
+        self.unpin(request)
         request.phase, request.landed = Phase.BOUND, landed
         self.trace.event(message.request, "decode.bound", blocks=len(reservation.blocks), have=reservation.have)
         return m.Bound(landed.wire, self.address)
 
-    def _unpin(self, request: Request) -> None:
+    def unpin(self, request: Request) -> None:
         self.engine.pool.release(request.pins)
         request.pins = []
         self.promised -= request.promised
@@ -286,7 +299,7 @@ class DecodeService(WorkerService):
             case effects.FailRequest(code, text):
                 status = 504 if code == "expired" else 502
                 self.counters["expired"] += code == "expired"
-                self._problem(landed.request, status, f"handoff_{code}", f"the hand-off from {landed.prefill} failed: {text}")
+                self.problem(landed.request, status, f"handoff_{code}", f"the hand-off from {landed.prefill} failed: {text}")
             case effects.AskStatus():
                 self._keep(asyncio.ensure_future(self._ask_status(landed)))
 
@@ -348,11 +361,11 @@ class DecodeService(WorkerService):
             self.engine.pool.release(landed.reservation.blocks)
             request.phase, request.landed = Phase.OVER, None
             if isinstance(error, api.NoRoom):
-                self._problem(request, 503, "full", str(error))
+                self.problem(request, 503, "full", str(error))
             else:
                 self.counters["corrupt"] += 1
                 self.log.error("hand-off refused", request=admit.request, prefill=landed.prefill, why=str(error))
-                self._problem(request, 502, "handoff_corrupt", f"the hand-off from {landed.prefill} was refused: {error}")
+                self.problem(request, 502, "handoff_corrupt", f"the hand-off from {landed.prefill} was refused: {error}")
         else:
             request.phase, request.landed, request.usage, request.admitted = Phase.RUNNING, None, record.usage, now
             self.host.wake()
@@ -370,14 +383,20 @@ class DecodeService(WorkerService):
                 request = self.requests.get(event.request)
                 if request is not None:
                     self._tokens(request, event)
+            elif kind is api.PromptDone:
+                request = self.requests.get(event.request)
+                if request is not None and request.computing:
+                    self.prompts.done(request, event)
             elif kind is api.Failed:
                 request = self.requests.get(event.request)
                 if request is not None:
+                    self.unpin(request)
                     request.phase = Phase.OVER  # the engine has let go already
-                    self._problem(request, STATUS.get(event.code, 500), event.code, event.message)
+                    self.problem(request, STATUS.get(event.code, 500), event.code, event.message)
             elif kind is api.BlocksFilled:
                 request = self.requests.get(event.request) or self.finished.get(event.request)
-                if request is not None and event.blocks[0][0] not in request.hashes:  # the prompt's own are prefill's to store
+                # a prompt's own blocks are for who computed it to store
+                if request is not None and (request.computing or event.blocks[0][0] not in request.hashes):
                     self.store.fill(event, request.admit.namespace, request.admit.request)
             elif kind is api.SnapshotTaken:
                 request = self.requests.get(event.request) or self.finished.get(event.request)
@@ -454,7 +473,7 @@ class DecodeService(WorkerService):
         if request.phase is Phase.RUNNING:
             return m.Done("running")  # it was admitted: a late doubt of the writer does not undo it
         problem = message.problem
-        self._problem(request, problem.status, problem.code, problem.message)
+        self.problem(request, problem.status, problem.code, problem.message)
         return m.Done("failed")
 
     def writer_done(self, message: m.WriterDone) -> m.Done:
@@ -462,7 +481,7 @@ class DecodeService(WorkerService):
         self.host.wake()
         return m.Done()
 
-    def _problem(self, request: Request, status: int, code: str, text: str) -> None:
+    def problem(self, request: Request, status: int, code: str, text: str) -> None:
         """The attempt ends with an error that its gateway hears at once."""
         if request.key not in self.requests:
             return  # it has ended already
@@ -477,9 +496,8 @@ class DecodeService(WorkerService):
 
     def _end(self, request: Request, why: str) -> None:
         """Give back whatever the request holds in its phase."""
-        if request.phase is Phase.CREDIT:
-            self._unpin(request)
-        elif request.phase is Phase.BOUND:
+        self.unpin(request)
+        if request.phase is Phase.BOUND:
             request.phase = Phase.OVER
             landed, request.landed = request.landed, None
             self.landing.feed(landed.wire.ticket, events.Cancelled(why), time.monotonic())
@@ -554,7 +572,7 @@ class DecodeService(WorkerService):
         self._looked = now
         self.landing.check_writers(now)
         for request in [r for r in self.requests.values() if r.deadline <= now]:
-            self._problem(request, 504, "deadline", f"not finished within its deadline of {request.admit.deadline:g} s")
+            self.problem(request, 504, "deadline", f"not finished within its deadline of {request.admit.deadline:g} s")
         while self.finished and next(iter(self.finished.values())).forget_at <= now:
             self._drop_oldest()
         self.tombstones.tick(now)
@@ -593,7 +611,7 @@ class DecodeService(WorkerService):
         self.log.warning("gateway died; its requests end", gateway=instance, why=why, requests=len(gateway.requests))
         for key in list(gateway.requests):
             text = f"{self.instance} heard nothing of {instance} for a lease and ended its requests"
-            self._problem(self.requests[key], 503, "gateway_died", text)
+            self.problem(self.requests[key], 503, "gateway_died", text)
 
     async def stop(self) -> None:
         if self.compiling is not None:

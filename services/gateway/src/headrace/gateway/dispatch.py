@@ -246,7 +246,8 @@ class Dispatcher:
                     return
                 await self._wait_for_bus(record)
                 self._send_cancel("decode", pair[1].instance, record, "failed")
-                self._send_cancel("prefill", pair[0].instance, record, "failed")
+                if pair[0] is not pair[1]:
+                    self._send_cancel("prefill", pair[0].instance, record, "failed")
                 self._let_go(record)
                 continue
             if record.watching:
@@ -295,7 +296,7 @@ class Dispatcher:
         self.router.sent(prefill, decode, record.hashes, len(record.ids))
         record.watching = (decode.instance, prefill.instance)
         self.prober.watch("decode", decode.instance)
-        self.prober.watch("prefill", prefill.instance)
+        self.prober.watch(prefill.presence.role, prefill.instance)
         accepted = await self._command(
             prefill, "run",
             m.Run(request, attempt, self.gateway, decode.instance, answer.have, record.ids.tobytes(), b"".join(record.hashes),
@@ -686,7 +687,8 @@ class Dispatcher:
         self.counters["cancels"] += 1
         if record.decode is not None and record.decode.instance != but:
             self._send_cancel("decode", record.decode.instance, record, reason, keep)
-        if record.prefill is not None and record.prefill.instance != but and prefill and not record.emitted:
+        apart = record.prefill is not record.decode  # else there is one leg, and it was told
+        if record.prefill is not None and apart and record.prefill.instance != but and prefill and not record.emitted:
             self._send_cancel("prefill", record.prefill.instance, record, reason)
 
     def _send_cancel(self, role: str, instance: str, record: Record, reason: str, keep: dict[int, int] | None = None) -> None:

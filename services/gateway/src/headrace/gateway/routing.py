@@ -100,21 +100,18 @@ class Router:
         """The best (prefill, decode) without the excluded instances, or None."""
         prefills = _usable(group.prefills, excluded)
         decodes = _usable(group.decodes, excluded)
-        if not prefills or not decodes:
-            return None
-        if len(prefills) == 1 and len(decodes) == 1:
-            return prefills[0], decodes[0]
+        pairs = [(prefill, decode) for decode in decodes for prefill in prefills if _fit(prefill, decode)]
+        if len(pairs) <= 1:
+            return pairs[0] if pairs else None
         held = self.residency.match(hashes) if hashes else {}
         block_tokens, block_bytes = group.block_tokens, group.block_bytes
         costs: list[tuple[float, Worker, Worker]] = []
-        for decode in decodes:
+        for prefill, decode in pairs:
             at_decode = held.get(decode.instance, 0)
-            step = decode.decode_seconds()
-            for prefill in prefills:
-                at_prefill = max(held.get(prefill.instance, 0), at_decode)
-                compute = prefill.prefill_seconds(max(1, prompt_tokens - at_prefill * block_tokens))
-                move = (len(hashes) + 1 - at_decode) * block_bytes / BANDWIDTH
-                costs.append((compute + move + step, prefill, decode))
+            at_prefill = max(held.get(prefill.instance, 0), at_decode)
+            compute = prefill.prefill_seconds(max(1, prompt_tokens - at_prefill * block_tokens))
+            move = 0.0 if prefill is decode else (len(hashes) + 1 - at_decode) * block_bytes / BANDWIDTH
+            costs.append((compute + move + decode.decode_seconds(), prefill, decode))
         least = min(cost for cost, _, _ in costs)
         limit = least + max(TIE_SECONDS, least * TIE_SHARE)
         equal = [(prefill, decode) for cost, prefill, decode in costs if cost <= limit]
@@ -195,7 +192,10 @@ class Router:
         for worker in self.workers.values():
             p = worker.presence
             if p.state == "ready":
-                members.setdefault((p.model, p.layout_id, p.checkpoint), {"prefill": [], "decode": []})[p.role].append(worker)
+                roles = members.setdefault((p.model, p.layout_id, p.checkpoint), {"prefill": [], "decode": []})
+                roles[p.role].append(worker)
+                if p.both:
+                    roles["prefill"].append(worker)
         groups: dict[str, Group] = {}
         for (model, layout_id, checkpoint), roles in members.items():
             prefills, decodes = roles["prefill"], roles["decode"]
@@ -348,8 +348,13 @@ def _usable(workers: tuple[Worker, ...], excluded: set[str]) -> list[Worker]:
     return [w for w in left if w.avoid_until < now] or left
 
 
+def _fit(prefill: Worker, decode: Worker) -> bool:
+    """A decode worker that computes prompts computes its own, and hands none over."""
+    return prefill is decode or not prefill.presence.both
+
+
 def _pairs(group: Group) -> int:
-    return len(group.prefills) * len(group.decodes)
+    return sum(_fit(prefill, decode) for prefill in group.prefills for decode in group.decodes)
 
 
 def _rendezvous(key: bytes, prefill: str, decode: str) -> bytes:
