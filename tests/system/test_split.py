@@ -179,7 +179,7 @@ async def test_sigterm_drains():
         instance = cluster.find(decode).instance
         decode.signal(signal.SIGTERM)
         await cluster.until(lambda: asyncio.sleep(0, cluster.gateway.peers.get(instance)), lambda p: p.state == "draining", 2.0)
-        refused = await cluster.gateway.generate([3], m.Sampling(), decode=instance)
+        refused = await cluster.gateway.attempt([3], m.Sampling(), decode=instance)
         assert refused.refused.code == "draining"
         result = await running
         assert result.ok and len(result.ids[0]) == 60
