@@ -28,10 +28,11 @@ ROOMS: dict[str, set[str]] = {
     "engine": {"kernels", "kv"},
     "worker": {"bus", "kv", "transfer"},
     "cli": {"bus"},
-    "gateway": {"bus", "recipe", "kv"},
+    "gateway": {"bus", "recipe", "kv", "transfer"},
     "prefill": {"worker", "bus", "kv", "transfer", "engine"},
     "decode": {"worker", "bus", "kv", "transfer", "engine"},
     "kvstore": {"bus", "kv", "transfer"},
+    "vision": {"worker", "bus", "kv", "transfer", "engine", "recipe"},
 }
 LAZY: dict[str, set[str]] = {"worker": {"engine"}, "cli": {"engine", "recipe"}}
 # What a worker may know of the engine before it has chosen one: the contract that every engine keeps. It loads no torch.

@@ -130,6 +130,7 @@ MACHINES = {
             "commit of another generation": (same, ev.Committed(6), NOW),
             "checked": (same, ev.Checked((True, False, True)), NOW),
             "release": (same, ev.Released(), NOW),
+            "cancel": (same, ev.Cancelled(), NOW),
             "writer_done": (same, ev.WriterDone(7), NOW),
             "status: done": (same, ev.WriterStatus("done"), NOW),
             "status: writing": (same, ev.WriterStatus("writing"), NOW),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.kvstore.arena import ALIGN, Arena, room
+from headrace.kv.arena import ALIGN, Arena, room
 from headrace.kvstore.objects import BLOCK, STATE, Objects, Stored
 from headrace.kvstore.settings import KvStoreSettings, parse_bytes
 

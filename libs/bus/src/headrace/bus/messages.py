@@ -384,6 +384,7 @@ class Presence(Message):
     event_seq: int = 0  # last KvEvents.seq
     http: str = ""  # URL of /health, /ready and /metrics (of the gateway: of the API)
     both: bool = False  # of a decode worker: it takes `run` and computes prompts itself
+    sees: bool = False  # this model takes images
 
 
 class KvEvents(Message):
@@ -513,8 +514,8 @@ class Deposited(Message):
 
 
 class Identify(Message):
-    """`vision.<id>.identify`: fetch (url) or take (grant) an image, decode and resize it. Idempotent by (request, image); asked
-    again until it is answered with -> Identified | ImageRefused | Refused; Working before that."""
+    """`vision.<id>.identify`: fetch (url) or take (grant) an image, decode and resize it. Idempotent by (request, round, image);
+    asked again until it is answered with -> Identified | ImageRefused | Refused; Working before that."""
 
     request: str
     image: int  # its number in the request
@@ -526,6 +527,7 @@ class Identify(Message):
     generation: int = 0
     checksum: int = 0  # crc32 of the bytes that were placed
     max_bytes: int = 0  # a larger one is refused
+    round: int = 0  # counted up when images must be identified again
     client_id: str = ""
 
 

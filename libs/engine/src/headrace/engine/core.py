@@ -12,6 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from headrace.kv.pool import BlockPool
 
 from . import api
@@ -70,7 +72,7 @@ class EngineCore:
             vocab_size=model.vocab_size,
             eos_token_ids=tuple(model.eos_token_ids),
             model_name=config.model_name,
-            extra={"numerics": spec.numerics, "keep_rows": spec.keep_rows, "replay_rows": spec.replay_rows},
+            extra=_sees(model) | {"numerics": spec.numerics, "keep_rows": spec.keep_rows, "replay_rows": spec.replay_rows},
         )
         self._reserved: dict[int, tuple[api.Reservation, list[int]]] = {}  # by slot: (reservation, resident blocks)
         self._planned: Plan | None = None  # one at a time
@@ -266,6 +268,14 @@ def _speculator(config: api.EngineConfig, runner: Runner) -> Speculator | None:
         return Speculator(options)
     forward, draft = measure(runner, config.max_num_seqs, config.max_num_batched_tokens, block)
     return Speculator(options, Costs(StepCurve(forward), StepCurve(draft)))
+
+
+def _sees(model: Model) -> dict[str, object]:
+    """What a model that takes images says of them: the id of their tokens, and how their embeddings are wanted."""
+    if getattr(model, "image_token_id", None) is None:
+        return {}
+    narrow = getattr(model, "dtype", torch.float32) == torch.bfloat16
+    return {"image_token_id": model.image_token_id, "image_dtype": "bfloat16" if narrow else "float32"}
 
 
 class _Meter:

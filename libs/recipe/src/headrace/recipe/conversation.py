@@ -36,12 +36,14 @@ class ToolDefinition(msgspec.Struct, frozen=True):
 
 
 class ImageSource(msgspec.Struct, frozen=True):
-    """An image as the client gave it. `path` is its place in the request, for error messages."""
+    """An image as the client gave it. `path` is its message's place as the referee names it, `place` its own in the request's
+    JSON; both are for error messages."""
 
     kind: Literal["data_url", "url", "bytes"]
     value: str | bytes
     detail: ImageDetail = "high"
     path: str = ""
+    place: str = ""
 
 
 class Message(msgspec.Struct):

@@ -213,6 +213,7 @@ class WorkerService(Service):
             "memory": self.address,
             "out_seq": self.outbox.seq if self.outbox is not None else {},
             "event_seq": self.event_seq,
+            "sees": "image_token_id" in info.extra,
         }
 
     @property

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from headrace.bus import nuid
+from headrace.kv.arena import Arena, room
 from headrace.kv.grants import Ledger, pins, store
 from headrace.kv.grants import effects as fx
 from headrace.kv.grants import events as ev
 from headrace.transfer import Memory
 from headrace.transfer.incarnation import nonce_of
 
-from .arena import Arena, room
 from .objects import BLOCK, KINDS, STATE, Key, Objects, Stored
 
 REGION = "arena"

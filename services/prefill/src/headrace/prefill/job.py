@@ -36,6 +36,8 @@ class Job:
     abort: Abort | None = None  # why `task` was cancelled
 
     content: bytes = b""  # binding of the prompt
+    images: list[api.ImageSpan] = field(default_factory=list)
+    vision: str = ""  # whose embeddings are awaited
     pins: list[int] = field(default_factory=list)  # resident prefix
     fetched: int = 0  # blocks from the kvstore
     submitted: float = 0.0

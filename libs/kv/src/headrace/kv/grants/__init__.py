@@ -33,6 +33,6 @@ Time alone frees nothing: what expires is quarantined until the writer says that
 """
 
 from headrace.kv.grants import effects, events, owner, pins, store, writer
-from headrace.kv.grants.ledger import Ledger, Tombstones
+from headrace.kv.grants.ledger import Ledger, Tombstones, Writing
 
-__all__ = ["Ledger", "Tombstones", "effects", "events", "owner", "pins", "store", "writer"]
+__all__ = ["Ledger", "Tombstones", "Writing", "effects", "events", "owner", "pins", "store", "writer"]

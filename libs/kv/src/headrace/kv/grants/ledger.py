@@ -114,3 +114,35 @@ class Tombstones:
     def tick(self, now: float) -> None:
         while self._until and next(iter(self._until.values())) <= now:
             self._until.popitem(last=False)
+
+
+class Writing:
+    """The writer's books of grants whose owner may ask about them: under which something may be written now, and to which it
+    must never be. "done" is a promise, so who does not know a grant when asked refuses it when it comes."""
+
+    def __init__(self) -> None:
+        self._live: set[Hashable] = set()
+        self._denied = Tombstones()
+
+    def begin(self, grant: Hashable) -> bool:
+        """False: its owner was told that nothing will be written under it."""
+        if grant in self._denied:
+            return False
+        self._live.add(grant)
+        return True
+
+    def end(self, grant: Hashable, now: float) -> None:
+        """Nothing is in flight any more, and nothing will be."""
+        self._live.discard(grant)
+        self._denied.add(grant, now)
+
+    def status(self, grant: Hashable, now: float) -> str:
+        """Either "writing" or "done"."""
+        self._denied.tick(now)
+        if grant in self._live:
+            return "writing"
+        self._denied.add(grant, now)
+        return "done"
+
+    def __len__(self) -> int:
+        return len(self._live)

@@ -1,4 +1,5 @@
-"""The kvstore's side of a write grant: room for some objects that one worker may fill.
+"""The owner's side of a write grant: room for some objects that one worker may fill. The kvstore's arena, and the staging
+regions where images and their embeddings land.
 
 Phases. OPEN: out at the worker. CHECKING: committed, so the worker let go; checksums are being compared. EXPIRED: time is
 up, the worker may still be writing: quarantine. RELEASED: over.
@@ -53,6 +54,8 @@ def step(grant: Grant, event: Any, now: float) -> Step:
             return replace(grant, phase=CHECKING), [fx.Disarm(grant.generation), fx.Verify(record)]
         case "open", ev.Released() | ev.WriterDone():
             return _free(replace(grant, outcome="abandoned"), [fx.Disarm(grant.generation)])
+        case "open", ev.Cancelled():  # nobody wants it any more; the writer may still be at it
+            return replace(grant, phase=EXPIRED, outcome="abandoned", poll=now + POLL), _expiry(grant)
         case "checking", ev.Checked(good):
             assert len(good) == grant.objects
             whole = tuple(index for index, fits in enumerate(good) if fits)
@@ -73,10 +76,14 @@ def step(grant: Grant, event: Any, now: float) -> Step:
 def tick(grant: Grant, now: float) -> Step:
     if grant.phase == OPEN and now >= grant.expires:
         after = replace(grant, phase=EXPIRED, outcome="expired", poll=now + POLL)
-        return after, [fx.Disarm(grant.generation), fx.CheckFence(grant.writer)]
+        return after, _expiry(grant)
     if grant.phase == EXPIRED and now >= grant.poll:
         return replace(grant, poll=now + POLL), [fx.AskStatus(), fx.CheckFence(grant.writer)]
     return grant, []
+
+
+def _expiry(grant: Grant) -> list[fx.Effect]:
+    return [fx.Disarm(grant.generation), fx.CheckFence(grant.writer)]
 
 
 def _free(grant: Grant, before: list[fx.Effect], *after: fx.Effect) -> Step:

@@ -499,15 +499,16 @@ def _gather(source: str | list[Any], version: str, path: str, token: str, refuse
                 _check_file(part, path)
         if refuse_images and any(not isinstance(part, TextPart) for part in source):
             raise RecipeError("Image in assistant message is not supported")
-    for part in source:
+    for number, part in enumerate(source):
+        place = f"{path[1:]}.content[{number}]"
         if isinstance(part, TextPart):
             content.text(part.text)
         elif version == "v4":
             content.text(common.UNSUPPORTED_IMAGE)  # V4 models cannot see: the image is not even looked at
         elif isinstance(part, ImagePart):
-            content.image(common.image_source(part.image_url.url, part.image_url.detail, path))
+            content.image(common.image_source(part.image_url.url, part.image_url.detail, path, place=f"{place}.image_url"))
         else:
-            content.image(common.image_source(part.file_data, None, path))
+            content.image(common.image_source(part.file_data, None, path, place=f"{place}.file.file_data"))
     return content
 
 

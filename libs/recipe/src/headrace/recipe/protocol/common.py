@@ -284,12 +284,14 @@ class Content(msgspec.Struct):
         return texts
 
 
-def image_source(url: str, detail: ImageDetail | None, path: str, field: str = "image_url") -> ImageSource:
+def image_source(
+    url: str, detail: ImageDetail | None, path: str, field: str = "image_url", place: str = ""
+) -> ImageSource:
     """An image from a client's URL: http(s) or an image data URL."""
     if url.startswith(("http://", "https://")):
-        return ImageSource("url", url, detail or "high", path)
+        return ImageSource("url", url, detail or "high", path, place)
     if url.startswith("data:image/"):
-        return ImageSource("data_url", url, detail or "high", path)
+        return ImageSource("data_url", url, detail or "high", path, place)
     raise RecipeError(f"{path}: Unsupported {field} format")
 
 

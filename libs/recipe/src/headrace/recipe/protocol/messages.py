@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -547,11 +548,16 @@ def _image(block: ImageBlock, place: str, path: str) -> ImageSource:
     if isinstance(source, UrlSource):
         if not source.url.lower().startswith(("http://", "https://")):
             raise RecipeError(f"{place}: invalid url: {compact(source.url)}")
-        return ImageSource("url", source.url, "high", path)
+        return ImageSource("url", source.url, "high", path, _json_place(place))
     if not _is_base64(source.data):
         raise RecipeError(f"{place}: base64 decode error")
     media_type = "image/jpeg" if source.media_type == "image/jpg" else source.media_type
-    return ImageSource("data_url", f"data:{media_type};base64,{source.data}", "high", path)
+    return ImageSource("data_url", f"data:{media_type};base64,{source.data}", "high", path, _json_place(place))
+
+
+def _json_place(place: str) -> str:
+    """`messages.2.content.0.tool_result.content[1]`, as the referee names it -> `messages[2].content[0].content[1].source`."""
+    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", place).replace(".tool_result", "") + ".source"
 
 
 def _is_base64(data: str) -> bool:

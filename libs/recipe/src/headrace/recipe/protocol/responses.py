@@ -580,7 +580,7 @@ class _Reader:
             return content
         if self.version != "v4":
             _check_images(source, f"input[{index}].{field}")
-        for part in source:
+        for number, part in enumerate(source):
             if isinstance(part, TextPart):
                 content.text(part.text)
             elif isinstance(part, FilePart):
@@ -588,7 +588,8 @@ class _Reader:
             elif self.version == "v4":
                 content.text(common.UNSUPPORTED_IMAGE)
             else:
-                content.image(common.image_source(part.image_url, part.detail, f"input[{index}]"))
+                place = f"input[{index}].{field}[{number}].image_url"
+                content.image(common.image_source(part.image_url, part.detail, f"input[{index}]", place=place))
         return content
 
 
