@@ -514,8 +514,8 @@ class Deposited(Message):
 
 
 class Identify(Message):
-    """`vision.<id>.identify`: fetch (url) or take (grant) an image, decode and resize it. Idempotent by (request, round, image);
-    asked again until it is answered with -> Identified | ImageRefused | Refused; Working before that."""
+    """`vision.<id>.identify`: fetch (url) or take (grant) an image, decode and resize it. Idempotent by (request, round,
+    image); asked again until it is answered with -> Identified | ImageRefused | Refused; Working before that."""
 
     request: str
     image: int  # its number in the request

@@ -78,6 +78,11 @@ class Encoding:
         self._template = template(version, special_tokens)
         self._ids: dict[str, int] = {}
 
+    @property
+    def image_token(self) -> int | None:
+        """Id of the image placeholder; None where the tokenizer has none."""
+        return None if self.tokenizer is None else self.tokenizer.added_token_id(self.special_tokens.image)
+
     def render(self, conversation: Conversation) -> Rendered:
         """The prompt as text, special ranges and images."""
         return self._template.render(conversation)

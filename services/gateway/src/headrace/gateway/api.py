@@ -33,6 +33,7 @@ from .auth import Auth
 from .dispatch import Record
 from .endpoints import CHAT, ENDPOINTS, LONG_TEXT, MESSAGES, RESPONSES, Context, Endpoint
 from .exchange import KEEPALIVE, PING, Exchange, Turn, Written
+from .images import Seen, expand
 from .reply import Part, Reply
 from .responses import Kept, input_items
 from .routing import Group
@@ -157,9 +158,10 @@ class Api:
         started = time.monotonic()
         self._refuse_hopeless(parsed, models.limit(group))
         prompts = await endpoint.encode(models.encoding, parsed, namespace, models.replay)
+        seen, prompts = await self._look(call, parsed, group, namespace, prompts)
         trace.event(request_id, "gateway.rendered", (time.monotonic() - started) * 1e3, prompt_tokens=sum(map(len, prompts)))
         call.reply = reply = self._reply(call, parsed, namespace, prompts)
-        records = [self._record(call, parsed, group, namespace, ids, reply.part(n)) for n, ids in enumerate(prompts)]
+        records = [self._record(call, parsed, group, namespace, ids, reply.part(n), seen) for n, ids in enumerate(prompts)]
 
         def drop() -> None:
             for record in records:
@@ -175,6 +177,24 @@ class Api:
                 lambda: reply.streams[0].progress(), reply.cancel,
             ))  # fmt: skip
         return records
+
+    async def _look(
+        self, call: Call, parsed: ParsedRequest, group: Group, namespace: bytes, prompts: list[array]
+    ) -> tuple[Seen | None, list[array]]:
+        """Placeholders of images become their tokens; vision is asked what the images are."""
+        if not any(message.image_sources for message in parsed.conversation.messages):
+            return None, prompts
+        gateway, encoding = self._gateway, self._gateway.models.encoding
+        sources = encoding.render(parsed.conversation).image_sources  # in the prompt's order
+        if not sources:
+            return None, prompts
+        deadline = call.received + self._settings.request_seconds
+        exchange = call.exchange
+        seen = await gateway.images.look(exchange.request_id, sources, namespace, group, deadline, exchange.shown_id)
+        if prompts[0].count(encoding.image_token) != len(sources):  # a turn that is replayed as it was sampled may hold the id
+            prompts = await call.endpoint.encode(encoding, parsed, namespace, None)
+        ids, seen.spans = expand(prompts[0], encoding.image_token, seen.found)
+        return seen, [ids]
 
     def _refuse_early(self) -> None:
         """The port is open before the gateway knows models and peers, so that /health answers."""
@@ -237,7 +257,7 @@ class Api:
                 self._gateway.meters.repairs.labels(kind).inc()
 
     def _record(
-        self, call: Call, parsed: ParsedRequest, group: Group, namespace: bytes, ids: array, sink: Part
+        self, call: Call, parsed: ParsedRequest, group: Group, namespace: bytes, ids: array, sink: Part, seen: Seen | None
     ) -> Record:  # fmt: skip
         """One prompt. Raises RecipeError: empty, too long (both numbers)."""
         if not ids:
@@ -245,13 +265,13 @@ class Api:
         sampling = self._sampling(parsed)
         sampling.max_tokens = parsed.resolve_max_tokens(len(ids), self._gateway.models.limit(group))
         priority = parsed.extras.get("priority")
-        return Record(
+        record = Record(
             # One HTTP request is one request on the bus, save for the further prompts of a batch.
             call.exchange.request_id if sink.first else nuid(),
             sink=sink,
             group=group,
             ids=ids,
-            hashes=self._hasher(group, namespace).hashes(ids),
+            hashes=self._hasher(group, namespace).hashes(ids, m.image_starts(seen.spans) if seen else ()),
             namespace=namespace,
             sampling=sampling,
             seconds=self._settings.request_seconds,
@@ -260,6 +280,8 @@ class Api:
             client_id=call.exchange.shown_id,
             traceparent=call.traceparent if TRACEPARENT.fullmatch(call.traceparent) else "",
         )
+        record.seen, record.look_again = seen, self._gateway.images.again
+        return record
 
     def _sampling(self, parsed: ParsedRequest) -> m.Sampling:
         """Recipe's resolved sampling as workers read it; what was not said is the wire's default, and a seed is drawn."""

@@ -15,6 +15,7 @@ import itertools
 import time
 from array import array
 from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import structlog
@@ -24,11 +25,13 @@ from headrace.bus import messages as m
 
 from . import errors
 from .errors import GatewayError
+from .images import Seen
 from .routing import Group, Router, Worker
 
 REMEMBERED = 8192  # cancelled attempts whose late output is no surprise
 RETRY_CODES = frozenset({"busy", "full", "draining", "mismatch", "unknown", "stale", "closed", "failed"})
 WAIT_CODES = frozenset({"closed", "draining", "stale"})  # of refusals: another worker, or the same one restarted, may take it
+BLIND_CODES = frozenset({"prefill_vision_lost", "prefill_vision_unknown"})  # images must be identified again
 CANCEL_TRIES = 3  # at least
 NUDGE_SECONDS = 0.25
 TICK_SECONDS = 0.05  # deadlines are noticed this much late
@@ -82,7 +85,7 @@ class Record:
     __slots__ = (
         "attempt", "choices", "client_id", "deadline", "decode", "emitted", "ended", "group", "hashes", "ids", "left",
         "losses", "namespace", "open", "outcome", "prefill", "priority", "queued", "received", "request", "sampling",
-        "seconds", "settled", "sink", "traceparent", "turn", "usage", "watching",
+        "blind", "look_again", "seconds", "seen", "settled", "sink", "traceparent", "turn", "usage", "watching",
     )  # fmt: skip
 
     def __init__(
@@ -110,6 +113,10 @@ class Record:
         self.watching: tuple[str, ...] = ()
         self.turn: asyncio.Future[None] | None = None  # in the line
         self.settled = 0.0  # all text is out; decode's last word with the usage is awaited until then
+
+        self.seen: Seen | None = None  # its images; they go with every attempt
+        self.look_again: Callable[[Seen], Awaitable[None]] | None = None  # have them identified once more
+        self.blind = False  # that must be done before the next attempt
 
         self.expect_output()
 
@@ -225,6 +232,9 @@ class Dispatcher:
         nobody = 0.0  # since when no worker is there, or none that would take anything
         if self._waiting:  # others came first
             await self._wait(record)
+        if record.blind:
+            record.blind = False
+            await record.look_again(record.seen)  # type: ignore[misc, arg-type]
         while not record.ended:
             group = record.group = self.router.group(record.group.model) or record.group
             pair = self.router.choose(group, record.hashes, len(record.ids), excluded)
@@ -272,6 +282,7 @@ class Dispatcher:
         admit = m.Admit(
             request, attempt, self.gateway, self.epoch, len(record.ids), b"".join(record.hashes), record.namespace,
             record.sampling, record.remaining(), record.priority, record.client_id, record.traceparent,
+            record.seen.spans if record.seen else [],
         )  # fmt: skip
         try:
             answer = await self._command(decode, "admit", admit, patience, record)
@@ -300,7 +311,8 @@ class Dispatcher:
         accepted = await self._command(
             prefill, "run",
             m.Run(request, attempt, self.gateway, decode.instance, answer.have, record.ids.tobytes(), b"".join(record.hashes),
-                  record.namespace, record.remaining(), record.priority, record.client_id, record.traceparent),
+                  record.namespace, record.remaining(), record.priority, record.client_id, record.traceparent,
+                  record.seen.spans if record.seen else [], record.seen.vision if record.seen else ""),
             timeout, record,
         )  # fmt: skip
         if isinstance(accepted, m.Accepted):
@@ -598,6 +610,8 @@ class Dispatcher:
     def _leg_failed(self, record: Record, instance: str, problem: m.Problem) -> None:
         """A worker says that this attempt is over."""
         error = errors.from_problem(problem)
+        if problem.code in BLIND_CODES:
+            record.blind = True
         if problem.status < 500 and problem.code not in RETRY_CODES:
             self._cancel_legs(record, "failed", but=instance)
             return self._fail(record, error)

@@ -54,8 +54,6 @@ class Endpoint:
 async def _encode_conversation(
     encoding: Encoding, parsed: ParsedRequest, namespace: bytes, replay: ReplayCache | None
 ) -> list[array]:
-    if any(message.image_sources for message in parsed.conversation.messages):
-        raise errors.invalid("this deployment has no vision service, so images can't be read; send text only", "messages")
     if replay is not None and parsed.reasoning_absent:
         replay.restore(parsed.conversation, namespace, parsed.reasoning_absent)
     try:
@@ -78,6 +76,8 @@ async def _encode_prompts(
             out.append(array("I", await asyncio.to_thread(completions.prompt_ids, prompt, tokenizer, suffix)))
         else:
             out.append(array("I", completions.prompt_ids(prompt, tokenizer, suffix)))
+        if (token := encoding.image_token) is not None and token in out[-1]:
+            raise errors.invalid(f"token id {token} stands for images; a prompt of ids or plain text can't hold it", "prompt")
     return out
 
 

@@ -75,6 +75,7 @@ class Group:
     engine: str
     prefills: tuple[Worker, ...]
     decodes: tuple[Worker, ...]
+    sees: bool = False  # this model takes images
 
 
 class Router:
@@ -204,6 +205,7 @@ class Router:
             group = Group(
                 model, layout_id, checkpoint, first.block_tokens, first.block_bytes, min(lengths, default=0), first.engine,
                 tuple(sorted(prefills, key=lambda w: w.instance)), tuple(sorted(decodes, key=lambda w: w.instance)),
+                all(w.presence.sees for w in prefills + decodes),
             )  # fmt: skip
             other = groups.get(model)
             if other is None or _pairs(group) > _pairs(other):

@@ -17,6 +17,7 @@ from headrace.bus import messages as m
 from .api import Api
 from .auth import Auth
 from .dispatch import Dispatcher
+from .images import Images
 from .models import Models, load_tokenizer
 from .responses import Responses, ResponseStore
 from .routing import Router
@@ -51,6 +52,7 @@ class Gateway(Service):
         self.peers = Peers(self.bus)
         self.router = Router(self.bus, self.peers, lambda: self.dispatcher.capacity(), settings.worker_seconds)
         self.dispatcher = Dispatcher(self.bus, self.peers, self.instance, self.epoch, self.router, self.trace, settings)
+        self.images = Images(self.bus, self.peers, self.instance, self.trace, settings)
         self.models = Models(settings, self.router, tokenizer)
         self.meters = Meters(self)
         self.peers.watch(self._on_presence)
@@ -66,11 +68,12 @@ class Gateway(Service):
         if self.dispatcher is not None:
             await self.dispatcher.stop()
             await self.router.residency.stop()
+            await self.images.stop()
             await self.peers.stop()
         await super().stop()
 
     def verbs(self) -> dict[str, Any]:
-        return {"response": self.kept.answer, "audit": self._audit}
+        return {"response": self.kept.answer, "grant": lambda message: self.images.grant_status(message), "audit": self._audit}
 
     def _audit(self, message: m.Message) -> m.Done:
         """What must be 0 when no client waits. -> Done(JSON)"""
@@ -143,7 +146,7 @@ class _Collector:
 
     def collect(self) -> Any:
         dispatcher, router = self._gateway.dispatcher, self._gateway.router
-        for name, value in dispatcher.counters.items():
+        for name, value in {**dispatcher.counters, **self._gateway.images.counters}.items():
             yield CounterMetricFamily(f"headrace_gateway_{name}", f"gateway: {name.replace('_', ' ')}", value=value)
         yield GaugeMetricFamily("headrace_gateway_in_flight", "requests in flight", value=len(dispatcher.records))
         yield GaugeMetricFamily("headrace_gateway_waiting", "requests that wait for a worker", value=dispatcher.queued)

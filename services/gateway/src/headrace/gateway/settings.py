@@ -45,7 +45,7 @@ class GatewaySettings(Settings):
     api_key_file: Annotated[str, Meta(description="file with one `tenant:key` a line")] = ""
     kv_secret: Annotated[str, Meta(description="secret of this deployment, mixed into block hashes")] = ""
 
-    max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 16 << 20
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 96 << 20
     characters_per_token: Annotated[
         int, Meta(ge=1, description="longer prompts than this times the context length are refused before they are tokenised")
     ] = 16
@@ -53,6 +53,9 @@ class GatewaySettings(Settings):
     max_model_len: Annotated[
         int, Meta(ge=0, description="prompt and output tokens of one request; 0: what the workers say")
     ] = 0
+    image_requests: Annotated[
+        int, Meta(ge=1, description="requests whose images are being read at a time; more get 429")
+    ] = 64
     request_seconds: Annotated[float, Meta(gt=0, description="deadline of a request, waiting included")] = 600.0
     queue_seconds: Annotated[float, Meta(gt=0, description="longest wait for a worker that has room; then 429")] = 60.0
     worker_seconds: Annotated[
