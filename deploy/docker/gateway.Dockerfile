@@ -5,10 +5,11 @@ RUN python3 -m venv /opt/headrace
 WORKDIR /src
 COPY libs/bus libs/bus
 COPY libs/kv libs/kv
+COPY libs/transfer libs/transfer
 COPY libs/recipe libs/recipe
 COPY services/gateway services/gateway
 RUN --mount=type=cache,target=/root/.cache/pip \
-    /opt/headrace/bin/pip install ./libs/bus ./libs/kv ./libs/recipe ./services/gateway
+    /opt/headrace/bin/pip install ./libs/bus ./libs/kv ./libs/transfer ./libs/recipe ./services/gateway
 
 FROM ${BASE}
 COPY --from=build /opt/headrace /opt/headrace

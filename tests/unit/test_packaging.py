@@ -13,12 +13,13 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 ROOMS = {path.parent.name: path.parent for kind in ("libs", "services") for path in (ROOT / kind).glob("*/pyproject.toml")}
-IMAGES = {"gateway": ["gateway"], "kvstore": ["kvstore"], "worker": ["prefill", "decode"]}
+IMAGES = {"gateway": ["gateway"], "kvstore": ["kvstore"], "worker": ["prefill", "decode", "vision"]}
 SETTINGS = {
     "gateway": "headrace.gateway.settings:GatewaySettings",
     "prefill": "headrace.prefill.service:PrefillService",
     "decode": "headrace.decode.service:DecodeService",
     "kvstore": "headrace.kvstore.settings:KvStoreSettings",
+    "vision": "headrace.vision.settings:VisionSettings",
 }
 
 
@@ -68,7 +69,7 @@ def compose() -> dict:
 
 
 def test_compose_starts_every_service_checked_and_limited(compose):
-    assert set(compose) == {"nats", "model", "gateway", "prefill", "decode", "kvstore"}
+    assert set(compose) == {"nats", "model", "gateway", "prefill", "decode", "kvstore", "vision"}
     for name, service in compose.items():
         assert {"mem_limit", "cpus", "pids_limit"} <= set(service), name
         assert service["cap_drop"] == ["ALL"] and service["read_only"], name
@@ -85,7 +86,7 @@ def test_compose_publishes_one_port_on_loopback(compose):
 
 def test_compose_gives_the_shared_memory_to_those_who_transfer(compose):
     mounting = {name for name, service in compose.items() if "shm:/shm" in service.get("volumes", [])}
-    assert mounting == {"prefill", "decode", "kvstore"}
+    assert mounting == {"prefill", "decode", "kvstore", "vision"}
 
 
 def test_compose_holds_no_password(compose):

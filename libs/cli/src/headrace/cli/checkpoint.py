@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import sys
@@ -56,3 +57,11 @@ def check_model(path: Path) -> Path:
     if missing:
         raise CommandError(f"{path} is not a checkpoint: it has no {' and no '.join(missing)}")
     return path
+
+
+def has_vision(path: Path) -> bool:
+    """Whether the checkpoint at `path` declares a vision encoder."""
+    try:
+        return bool(json.loads((path / "config.json").read_text()).get("vision_config"))
+    except (OSError, ValueError, AttributeError):
+        return False  # whoever loads it says what is wrong

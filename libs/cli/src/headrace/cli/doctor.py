@@ -99,7 +99,7 @@ def python() -> Finding:
 def packages() -> Finding:
     """All our distributions: installed, and of one version."""
     versions, missing = {}, []
-    for name in ("bus", "kv", "transfer", "recipe", "kernels", "engine", "worker", "cli", *ROLES):
+    for name in ("bus", "kv", "transfer", "recipe", "kernels", "engine", "worker", "cli", *ROLES, "vision"):
         try:
             versions[name] = metadata.version(f"headrace-{name}")
         except metadata.PackageNotFoundError:

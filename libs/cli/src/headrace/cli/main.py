@@ -29,12 +29,13 @@ COMMANDS = {
     "prefill": ("passthrough", "run one prefill worker in the foreground"),
     "decode": ("passthrough", "run one decode worker in the foreground"),
     "kvstore": ("passthrough", "run one KV store in the foreground"),
+    "vision": ("passthrough", "run one vision worker in the foreground"),
 }
 GROUPS = {
     "A system on this machine": ("up", "demo"),
     "Talking to it, looking into it": ("chat", "trace", "doctor"),
     "Measuring, making, testing": ("drill", "bench", "make-checkpoint", "test"),
-    "One service by itself (each takes --help)": ("gateway", "prefill", "decode", "kvstore"),
+    "One service by itself (each takes --help)": ("gateway", "prefill", "decode", "kvstore", "vision"),
 }
 EXAMPLES = """\
 First steps:

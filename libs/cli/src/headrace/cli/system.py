@@ -49,6 +49,7 @@ class Options:
     prefill: int = 1
     decode: int = 1
     both: bool = False  # decode workers compute prompts too, and there is no prefill worker
+    vision: int = 1  # of a checkpoint with vision weights; else there is none
     gateway_workers: int = 1
     drain_seconds: float = 20.0
     config: Path | None = None  # settings file for every service
@@ -127,7 +128,8 @@ class System:
             await self.bus.close()
             self.bus = None
         drain = self.options.drain_seconds + STOP_MARGIN
-        for roles, budget in ((("gateway",), drain), (("prefill", "decode"), STOP_BUDGET), (("kvstore",), STOP_BUDGET)):
+        order = ((("gateway",), drain), (("prefill", "decode", "vision"), STOP_BUDGET), (("kvstore",), STOP_BUDGET))
+        for roles, budget in order:
             children = [child for role in roles for child in self.services.pop(role, [])]
             if any(child.pid for child in children):
                 self.console.status(f"stopping {', '.join(child.name for child in children)}")
@@ -166,7 +168,12 @@ class System:
     def _plan(self) -> str:
         o = self.options
         workers = f"{o.decode} x prefill and decode in one" if o.both else f"{o.prefill} x prefill, {o.decode} x decode"
-        return f"kvstore, {workers}, gateway (engine {o.engine})"
+        vision = f"{o.vision} x vision, " if self._sees() else ""
+        return f"kvstore, {workers}, {vision}gateway (engine {o.engine})"
+
+    def _sees(self) -> bool:
+        """Whether this system has vision workers: its checkpoint has their weights, and an engine that computes runs it."""
+        return self.options.engine != "sim" and self.model is not None and checkpoint.has_vision(self.model)
 
     def _children(self, port: int) -> dict[str, list[Child]]:
         o = self.options
@@ -185,6 +192,7 @@ class System:
             "kvstore": [("kvstore", [])],
             "decode": [(f"decode-{i + 1}", [*worker, *(["--both"] if o.both else [])]) for i in range(o.decode)],
             "prefill": [(f"prefill-{i + 1}", worker) for i in range(0 if o.both else o.prefill)],
+            "vision": [(f"vision-{i + 1}", model) for i in range(o.vision if self._sees() else 0)],
             "gateway": [("gateway", gateway)],
         }
         return {role: [self._child(role, name, flags) for name, flags in children] for role, children in plan.items()}

@@ -106,7 +106,8 @@ class DecodeService(WorkerService):
         self.landing = Landing(self.memory, self.kv, self.engine, slots, self.settings.ticket_seconds, self._landing_says)
 
     def describe(self) -> dict[str, Any]:
-        return super().describe() | {"both": self.settings.both}
+        said = super().describe()
+        return said | {"both": self.settings.both, "sees": said.get("sees", False) and not self.settings.both}
 
     def load(self) -> m.Load:
         load = super().load()

@@ -158,7 +158,7 @@ class Api:
         started = time.monotonic()
         self._refuse_hopeless(parsed, models.limit(group))
         prompts = await endpoint.encode(models.encoding, parsed, namespace, models.replay)
-        seen, prompts = await self._look(call, parsed, group, namespace, prompts)
+        seen, prompts = await self._look(exchange, endpoint, parsed, group, namespace, prompts)
         trace.event(request_id, "gateway.rendered", (time.monotonic() - started) * 1e3, prompt_tokens=sum(map(len, prompts)))
         call.reply = reply = self._reply(call, parsed, namespace, prompts)
         records = [self._record(call, parsed, group, namespace, ids, reply.part(n), seen) for n, ids in enumerate(prompts)]
@@ -179,8 +179,9 @@ class Api:
         return records
 
     async def _look(
-        self, call: Call, parsed: ParsedRequest, group: Group, namespace: bytes, prompts: list[array]
-    ) -> tuple[Seen | None, list[array]]:
+        self, exchange: Exchange, endpoint: Endpoint, parsed: ParsedRequest, group: Group | None, namespace: bytes,
+        prompts: list[array],
+    ) -> tuple[Seen | None, list[array]]:  # fmt: skip
         """Placeholders of images become their tokens; vision is asked what the images are."""
         if not any(message.image_sources for message in parsed.conversation.messages):
             return None, prompts
@@ -188,13 +189,24 @@ class Api:
         sources = encoding.render(parsed.conversation).image_sources  # in the prompt's order
         if not sources:
             return None, prompts
-        deadline = call.received + self._settings.request_seconds
-        exchange = call.exchange
+        if group is None:
+            raise errors.no_workers("worker that takes images")
+        deadline = time.monotonic() + self._settings.request_seconds
         seen = await gateway.images.look(exchange.request_id, sources, namespace, group, deadline, exchange.shown_id)
         if prompts[0].count(encoding.image_token) != len(sources):  # a turn that is replayed as it was sampled may hold the id
-            prompts = await call.endpoint.encode(encoding, parsed, namespace, None)
+            prompts = await endpoint.encode(encoding, parsed, namespace, None)
         ids, seen.spans = expand(prompts[0], encoding.image_token, seen.found)
         return seen, [ids]
+
+    async def _prompt_of(self, request: web.Request, endpoint: Endpoint, parsed: ParsedRequest) -> array:
+        """The prompt of a conversation that is only counted, images included."""
+        models = self._gateway.models
+        self._refuse_hopeless(parsed, UNKNOWN_LIMIT)
+        namespace = self.auth.namespace(self.auth.tenant(request.headers), None)
+        groups = [group for name in models.names if (group := models.group(name)) is not None]
+        group = next((group for group in groups if group.sees), next(iter(groups), None))
+        prompts = await endpoint.encode(models.encoding, parsed, b"", None)
+        return (await self._look(self._exchange(request), endpoint, parsed, group, namespace, prompts))[1][0]
 
     def _refuse_early(self) -> None:
         """The port is open before the gateway knows models and peers, so that /health answers."""
@@ -426,8 +438,7 @@ class Api:
                 )  # fmt: skip
             elif "messages" in body:
                 parsed = CHAT.parse({**body, "model": "model"}, models.any_name)
-                self._refuse_hopeless(parsed, limit or UNKNOWN_LIMIT)
-                ids = list((await CHAT.encode(models.encoding, parsed, b"", None))[0])
+                ids = list(await self._prompt_of(request, CHAT, parsed))
             else:
                 raise errors.invalid("give `prompt` (a string) or `messages` (as in a chat)", "prompt")
             out: dict[str, Any] = {"count": len(ids), "max_model_len": limit, "tokens": ids}
@@ -441,8 +452,7 @@ class Api:
         async def answer(body: dict[str, Any]) -> dict[str, Any]:
             models = self._gateway.models
             parsed = MESSAGES.parse({"max_tokens": 1, **body, "model": "model"}, models.any_name)
-            self._refuse_hopeless(parsed, UNKNOWN_LIMIT)
-            return {"input_tokens": len((await MESSAGES.encode(models.encoding, parsed, b"", None))[0])}
+            return {"input_tokens": len(await self._prompt_of(request, MESSAGES, parsed))}
 
         return await self._small(request, answer, "messages")
 

@@ -1,0 +1,245 @@
+"""Images through real processes: gateway, vision, prefill and decode, with a random checkpoint that sees.
+
+What is asked: the same answer again without the encoder, order and identity of images, all three protocols, tool results,
+errors that name their image, a vision worker that dies, and nothing left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import random
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from PIL import Image, ImageDraw
+
+from headrace.bus import messages as m
+from headrace.engine.make_checkpoint import make_checkpoint
+from headrace.worker.testing import Cluster, Process
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+ENGINE = ("--numerics", "exact", "--batch-invariant", "--threads", "1", "--num-blocks", "256", "--max-num-seqs", "8")
+
+
+def picture(seed: int, size: tuple[int, int] = (160, 120), kind: str = "PNG") -> bytes:
+    draw, image = random.Random(seed), Image.new("RGB", size)
+    pen = ImageDraw.Draw(image)
+    for _ in range(12):
+        x, y = draw.randrange(size[0]), draw.randrange(size[1])
+        pen.ellipse((x, y, x + 30, y + 20), fill=tuple(draw.randrange(256) for _ in range(3)))
+    out = io.BytesIO()
+    image.save(out, kind)
+    return out.getvalue()
+
+
+def data_url(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def chat(*parts: str | bytes, **fields: Any) -> dict:
+    """A chat request: str is text, bytes an image."""
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image_url", "image_url": {"url": data_url(part)}}
+        for part in parts
+    ]
+    return {
+        "messages": [{"role": "user", "content": content}], "max_tokens": 12, "temperature": 0, "ignore_eos": True,
+        "thinking": {"type": "disabled"}, **fields,
+    }  # fmt: skip
+
+
+class System:
+    """A cluster and its gateway."""
+
+    def __init__(self, cluster: Cluster, session: aiohttp.ClientSession, processes: dict[str, Process]):
+        self.cluster, self.session, self.processes = cluster, session, processes
+        self.url = cluster.find(processes["gateway"]).http
+
+    async def post(self, path: str, body: dict) -> tuple[int, dict]:
+        async with self.session.post(self.url + path, json=body, timeout=aiohttp.ClientTimeout(60)) as response:
+            return response.status, await response.json()
+
+    async def ask(self, *parts: str | bytes, **fields: Any) -> tuple[str, dict]:
+        """(text, usage)."""
+        status, body = await self.post("/v1/chat/completions", chat(*parts, **fields))
+        assert status == 200, body
+        return body["choices"][0]["message"]["content"], body["usage"]
+
+    async def metric(self, role: str, name: str) -> float:
+        return (await self.cluster.metrics(self.processes[role])).get(name, 0.0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def system(tmp_path_factory):
+    model = str(make_checkpoint("nano-vision", 5, tmp_path_factory.mktemp("vision") / "model"))
+    async with Cluster() as cluster, aiohttp.ClientSession() as session:
+        started = await asyncio.gather(
+            cluster.start("decode", "--model", model, *ENGINE),
+            cluster.start("prefill", "--model", model, *ENGINE),
+            cluster.start("vision", "--model", model, "--threads", "1"),
+            cluster.start("gateway", "--model", model, "--port", "0"),
+        )
+        system = System(cluster, session, {process.role: process for process in started})
+        async with asyncio.timeout(30):
+            while (await session.get(f"{system.url}/ready")).status != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        yield system
+
+
+async def test_the_same_request_again_runs_no_encoder_and_hits_the_cache(system):
+    parts = ("What is on the left?" * 8, picture(1), "and what on the right?" * 4, picture(2, (90, 200)))
+    first, cold = await system.ask(*parts)
+    patches = await system.metric("vision", "headrace_vision_patches_total")
+    assert patches > 0
+    again, warm = await system.ask(*parts)
+    assert again == first
+    assert warm["prompt_tokens"] == cold["prompt_tokens"]
+    assert await system.metric("vision", "headrace_vision_patches_total") == patches
+    assert cold["prompt_tokens_details"]["cached_tokens"] == 0
+    assert warm["prompt_tokens_details"]["cached_tokens"] == (cold["prompt_tokens"] - 1) // 128 * 128
+
+
+async def test_swapped_images_are_another_prompt(system):
+    left, right = picture(11), picture(12)
+    one, cold = await system.ask("First" * 30, left, "then", right)
+    two, swapped = await system.ask("First" * 30, right, "then", left)
+    assert one != two and swapped["prompt_tokens"] == cold["prompt_tokens"]
+    assert swapped["prompt_tokens_details"]["cached_tokens"] == 128  # the text before the images
+    once_more, _ = await system.ask("First" * 30, left, "then", right)
+    assert once_more == one
+
+
+async def test_the_next_turn_hits_what_the_last_one_left(system):
+    image = picture(21)
+    said, cold = await system.ask("Look. " * 20, image, max_tokens=150)
+    body = chat("Look. " * 20, image)
+    body["messages"] += [{"role": "assistant", "content": said}, {"role": "user", "content": "And now?"}]
+    _, answer = await system.post("/v1/chat/completions", body)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= cold["prompt_tokens"] // 128 * 128
+
+
+async def test_all_protocols_see_the_same_image(system):
+    image = picture(31, kind="JPEG")
+    url, raw = data_url(image, "jpeg"), base64.b64encode(image).decode()
+    source = {"type": "base64", "media_type": "image/jpeg", "data": raw}
+    requests = {
+        "/v1/chat/completions": chat("See", image) | {"messages": [
+            {"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": url}}]}
+        ]},
+        "/v1/messages": {"max_tokens": 8, "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image", "source": source}]}
+        ]},
+        "/v1/responses": {"max_output_tokens": 8, "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "See"}, {"type": "input_image", "image_url": url}]}
+        ]},
+    }  # fmt: skip
+    before = await system.metric("vision", "headrace_vision_encoded_total")
+    for path, body in requests.items():
+        status, answer = await system.post(path, body)
+        assert status == 200, (path, answer)
+    assert await system.metric("vision", "headrace_vision_encoded_total") == before + 1
+
+
+async def test_tool_results_carry_images(system):
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(picture(41)).decode()}
+    body = {
+        "max_tokens": 8,
+        "tools": [{"name": "camera", "input_schema": {"type": "object", "properties": {}}}],
+        "messages": [
+            {"role": "user", "content": "Take one."},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "camera", "input": {}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "image", "source": source}]}
+            ]},
+        ],
+    }  # fmt: skip
+    before = await system.metric("vision", "headrace_vision_encoded_total")
+    status, answer = await system.post("/v1/messages", body)
+    assert status == 200, answer
+    assert await system.metric("vision", "headrace_vision_encoded_total") == before + 1
+    source["data"] = base64.b64encode(b"no picture").decode()
+    status, answer = await system.post("/v1/messages", body)
+    assert status == 400 and "messages[2].content[0].content[0].source" in answer["error"]["message"]
+
+
+async def test_errors_name_the_image(system):
+    body = chat("a", picture(51), "b", b"\x89PNG\r\n\x1a\nbroken", "c")
+    status, answer = await system.post("/v1/chat/completions", body)
+    assert status == 400
+    assert answer["error"]["param"] == "messages[0].content[3].image_url"
+    assert answer["error"]["message"].startswith("messages[0].content[3].image_url: ")
+
+
+async def test_ids_may_not_hold_the_image_id(system):
+    _, words = await system.post("/tokenize", {"prompt": "hello"})
+    status, answer = await system.post("/v1/completions", {"prompt": [*words["tokens"], 272], "max_tokens": 2})
+    assert status == 400 and "token id 272 stands for images" in answer["error"]["message"], answer
+
+
+async def test_tokens_are_counted_with_images(system):
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(picture(61)).decode()}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "?"}]
+    body = {"max_tokens": 8, "messages": [{"role": "user", "content": content}]}
+    _, counted = await system.post("/v1/messages/count_tokens", body)
+    _, answer = await system.post("/v1/messages", body)
+    assert counted["input_tokens"] == answer["usage"]["input_tokens"]
+
+
+async def test_cancelled_requests_leave_nothing(system):
+    async def impatient(seed: int) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02 + 0.03 * (seed % 5)):
+                await system.ask("Stop", *(picture(seed * 10 + i, (150, 150)) for i in range(3)), max_tokens=2000)
+
+    await asyncio.gather(*(impatient(seed) for seed in range(100, 115)))
+    for role in ("prefill", "decode"):
+        await system.cluster.quiet(system.processes[role])
+    owed = ("live", "deposits", "writing", "queue", "used", "quarantined")
+    await system.cluster.until(
+        lambda: system.cluster.audit(system.processes["vision"]), lambda a: a["ok"] and not any(a[k] for k in owed), 20.0
+    )
+    deliveries = await system.cluster.audit(system.processes["prefill"])
+    assert deliveries["deliveries"] == 0
+
+
+async def test_a_dead_vision_worker_fails_only_who_needs_it(system):
+    """Killed in the middle; then absent; then another one is there and the pixels are asked for again."""
+    known = ("Known" * 40, picture(71))
+    first, _ = await system.ask(*known)
+    running = asyncio.gather(*(system.post("/v1/chat/completions", chat("x", picture(200 + i, (400, 400)))) for i in range(4)))
+    await asyncio.sleep(0.05)
+    system.processes["vision"].kill(notice=False)
+    text, _ = await system.ask("No image here")
+    assert text
+    for status, body in await running:
+        assert status == 200 or (status == 503 and body["error"]["code"] in ("no_vision", "prefill_vision_lost")), body
+    status, body = await system.post("/v1/chat/completions", chat("x", picture(300)))
+    assert status == 503 and body["error"]["code"] == "no_vision"
+    assert "requests without images are served" in body["error"]["message"]
+    system.processes["vision"] = await system.cluster.start("vision", "--model", _model_of(system), "--threads", "1")
+    again, usage = await system.ask(*known)
+    assert again == first and usage["prompt_tokens_details"]["cached_tokens"] > 0
+    await system.cluster.quiet(system.processes["prefill"])
+
+
+def _model_of(system: System) -> str:
+    args = system.processes["gateway"].popen.args
+    return args[args.index("--model") + 1]
+
+
+async def test_what_the_trace_tells(system):
+    body = chat("Trace me", picture(81))
+    async with system.session.post(system.url + "/v1/chat/completions", json=body) as response:
+        request = response.headers["X-Request-Id"]
+        assert response.status == 200, await response.text()
+    events: set[str] = set()
+    for role in ("gateway", "vision", "prefill"):
+        found = system.cluster.find(system.processes[role])
+        answer = await system.cluster.gateway.bus.request(role, found.instance, "trace", m.TraceGet(request), timeout=5.0)
+        events |= {event["event"] for event in answer.events}
+    assert {"gateway.identified", "vision.identified", "vision.encoded", "prefill.images"} <= events
