@@ -12,6 +12,7 @@ COMMANDS = {
     "tokenizer": "train a tokenizer on the data mix",
     "pack": "generate data and pack it into token shards",
     "train": "pre-train, anneal, or train the draft; resumes where it stopped",
+    "measure": "what can be said about a checkpoint without a server",
     "export": "write the released layout and the model card",
     "evaluate": "ask the running system everything that the card claims",
 }

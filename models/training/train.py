@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shutil
 import signal
 import time
 from dataclasses import dataclass
@@ -228,6 +229,7 @@ def main(args: argparse.Namespace) -> None:
     else:
         run = Run(args.run)
     trainer = Trainer(run, args.stage, Shards(args.data, args.tokens, args.seed), args)
+    shutil.copyfile(args.data / "index.json", run.folder / f"data-{args.stage}.json")  # for the model card
     parameters = sum(p.numel() for p in trainer.model.parameters())
     print(
         f"{run.folder}: {parameters / 1e6:.2f} M parameters on {trainer.device}; stage {args.stage} at {trainer.progress:.0%}"

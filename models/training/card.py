@@ -1,0 +1,148 @@
+"""The model card: data, licences, losses, limits, what was measured, ten unselected samples. Written from the run's log, from
+`measured.json` and `evaluation.json` beside the weights; what was not measured is not claimed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .runs import STAGES, Run
+
+SOURCES = {
+    "generated": ("generators of this repository (`models/training/generators`)", "Apache-2.0"),
+    "books": ("public-domain books (children's and adventure books, from mlschmitt/classic-books-markdown)", "public domain"),
+    "gsm8k": ("GSM8K, grade-school math problems (OpenAI)", "MIT"),
+    "tldr": ("tldr pages, by the tldr-pages contributors", "CC-BY-4.0"),
+    "wordnet": ("WordNet 3.1, Princeton University", "WordNet licence"),
+    "code": ("the standard library of Python", "PSF-2.0"),
+    "gym": ("tasks of reasoning-gym", "Apache-2.0"),
+}
+
+
+def write(run: Run, out: Path) -> None:
+    """README.md, ATTRIBUTION.md and losses.svg in the checkpoint folder."""
+    history = run.history()
+    shares = sources(run)
+    (out / "losses.svg").write_text(plot(history))
+    (out / "ATTRIBUTION.md").write_text(attribution(shares))
+    (out / "README.md").write_text(text(run, out, history, shares))
+
+
+def sources(run: Run) -> dict[str, float]:
+    """Shares of the data that the run has seen, newest stage's mix, by kind; from the copies of index.json that stages kept."""
+    seen: dict[str, float] = {}
+    for file in sorted(run.folder.glob("data-*.json")):
+        for kind, share in json.loads(file.read_text())["shares"].items():
+            seen[kind] = max(seen.get(kind, 0.0), share)
+    return seen
+
+
+def attribution(shares: dict[str, float]) -> str:
+    """Whose texts the model has learnt from."""
+    used = ["generated", *(name for name in SOURCES if name in shares)]
+    lines = [f"- {SOURCES[name][0]}: {SOURCES[name][1]}" for name in used]
+    return "\n".join(["# Attribution", "", "These weights (Apache-2.0) were trained on:", "", *lines, ""])
+
+
+def _stage_lines(history: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for stage in STAGES:
+        last = next((h for h in reversed(history) if h["stage"] == stage), None)
+        if last:
+            shown = ", ".join(f"{k} {last[k]:.3f}" for k in ("loss", "target_loss", "index_loss", "confidence_loss", "accepted") if k in last)
+            lines.append(f"| {stage} | {last['step']:,} | {last['tokens'] / 1e6:.1f} M | {last['seconds'] / 60:.0f} | {shown} |")
+    return lines
+
+
+def text(run: Run, out: Path, history: list[dict[str, Any]], shares: dict[str, float]) -> str:
+    """The card."""
+    c = run.config
+    measured, evaluation = (_read(out / name) for name in ("measured.json", "evaluation.json"))
+    parameters = measured.get("parameters", 0)
+    size = sum(f.stat().st_size for f in out.glob("model*.safetensors"))
+    top = sorted(shares.items(), key=lambda item: -item[1])
+    lines = [
+        f"# {out.name}", "",
+        f"A DeepSeek-V4.1 model in small, trained from nothing for Headrace: {c.num_hidden_layers} layers of width {c.hidden_size}, "
+        f"{c.n_routed_experts} routed experts (top {c.num_experts_per_tok}) and a shared one, CSA2 with {len(c.kv_source_layer_ids)} KV "
+        f"sources, Engram, mHC, a DSpark draft of {c.num_nextn_predict_layers} stages; {c.vocab_size:,} tokens."
+        + (f" {parameters / 1e6:.1f} M parameters," if parameters else "") + f" {size / 1e6:.1f} MB as FP8 and FP4.",
+        "", "It shows what the system does. It is no assistant: it knows the small world of its training data and says false things "
+        "about everything else, fluently.", "",
+        "Licence: Apache-2.0; sources in [ATTRIBUTION.md](ATTRIBUTION.md). Made by `python -m models.training` "
+        "([how](../training/README.md)).", "",
+        "## Training", "",
+        "| stage | steps | tokens | minutes | last reported |", "|---|---|---|---|---|", *_stage_lines(history), "",
+        "![losses](losses.svg)", "",
+        "Data, shares of tokens: " + ", ".join(f"{kind} {share:.0%}" for kind, share in top if share >= 0.005) + ".", "",
+    ]  # fmt: skip
+    if measured:
+        lines += ["## Measured offline", "", "`python -m models.training measure`, on held-out slots:", "", *_table(measured), ""]
+    if evaluation:
+        lines += ["## Evaluated through the running system", "", "`python -m models.training evaluate`, over HTTP, on held-out slots, "
+                  f"temperature {evaluation.get('temperature')}, 95 % Wilson intervals:", "", *_results(evaluation), ""]  # fmt: skip
+        if evaluation.get("samples"):
+            lines += ["## Ten samples, not selected", ""]
+            for sample in evaluation["samples"]:
+                lines += [f"> **{_line(sample['asked'])}**", ">", f"> {_line(sample['answer'])}", ""]
+    lines += ["## Limits", "", "- Short contexts: most training documents had fewer than 700 tokens." if c.hidden_size < 256 else
+              "- Contexts up to 4,096 tokens were trained.",
+              "- Facts beyond the tables in `models/training/generators/facts.py` are made up.",
+              "- Refusals were trained with a few sentences only; they protect from nothing.", ""]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _table(values: dict[str, Any]) -> list[str]:
+    rows = [f"| {key.replace('_', ' ')} | {value:.4g} |" for key, value in values.items() if isinstance(value, (int, float))]
+    return ["| | |", "|---|---|", *rows]
+
+
+def _results(evaluation: dict[str, Any]) -> list[str]:
+    rows = ["| | share | 95 % interval | n |", "|---|---|---|---|"]
+    for name, result in evaluation["results"].items():
+        low, high = result["interval"]
+        rows.append(f"| {name} | {result['share']:.1%} | {low:.1%} to {high:.1%} | {result['n']} |")
+    rows += [""] + [f"- {key}: {value:.4g}" for key, value in evaluation.get("numbers", {}).items()]
+    return rows
+
+
+def _line(text: str) -> str:
+    return " / ".join(part for part in text.split("\n") if part.strip())[:600]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+# ------------------------------------------------------------------ plot
+
+_COLOURS = {"target_loss": "#1f77b4", "index_loss": "#2ca02c", "confidence_loss": "#d62728", "accepted": "#9467bd"}
+
+
+def plot(history: list[dict[str, Any]], width: int = 720, height: int = 300) -> str:
+    """Reported values over training time as SVG, stages one behind the other; targets' loss, and the draft's accepted tokens."""
+    begins, total = {}, 0.0
+    for stage in STAGES:
+        seconds = [h["seconds"] for h in history if h["stage"] == stage]
+        if seconds:
+            begins[stage], total = total, total + max(seconds)
+    top = max([h[k] for h in history for k in _COLOURS if k in h] or [1.0])
+    x = lambda h: 50 + (begins[h["stage"]] + h["seconds"]) / max(total, 1e-9) * (width - 70)  # noqa: E731
+    y = lambda value: height - 30 - value / top * (height - 60)  # noqa: E731
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
+             f'<rect width="{width}" height="{height}" fill="white"/>']  # fmt: skip
+    for value in range(int(top) + 1):
+        parts.append(f'<line x1="50" x2="{width - 20}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="20" y="{y(value) + 4:.1f}">{value}</text>')
+    for stage, begin in begins.items():
+        at = 50 + begin / max(total, 1e-9) * (width - 70)
+        parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="20" y2="{height - 30}" stroke="#999"/>')
+        parts.append(f'<text x="{at + 4:.1f}" y="{height - 12}">{stage}</text>')
+    for place, (name, colour) in enumerate(_COLOURS.items()):
+        for stage in begins:
+            points = " ".join(f"{x(h):.1f},{y(h[name]):.1f}" for h in history if h["stage"] == stage and name in h)
+            if points:
+                parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"/>')
+        parts.append(f'<text x="{60 + 130 * place}" y="14" fill="{colour}">{name.replace("_", " ")}</text>')
+    return "\n".join([*parts, "</svg>", ""])
