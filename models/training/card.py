@@ -45,13 +45,17 @@ def attribution(shares: dict[str, float]) -> str:
     return "\n".join(["# Attribution", "", "These weights (Apache-2.0) were trained on:", "", *lines, ""])
 
 
+_REPORTED = ("loss", "target_loss", "index_loss", "confidence_loss", "accepted")
+
+
 def _stage_lines(history: list[dict[str, Any]]) -> list[str]:
     lines = []
     for stage in STAGES:
         last = next((h for h in reversed(history) if h["stage"] == stage), None)
         if last:
-            shown = ", ".join(f"{k} {last[k]:.3f}" for k in ("loss", "target_loss", "index_loss", "confidence_loss", "accepted") if k in last)
-            lines.append(f"| {stage} | {last['step']:,} | {last['tokens'] / 1e6:.1f} M | {last['seconds'] / 60:.0f} | {shown} |")
+            shown = ", ".join(f"{k} {last[k]:.3f}" for k in _REPORTED if k in last)
+            size = f"{last['tokens'] / 1e6:.1f} M | {last['seconds'] / 60:.0f}"
+            lines.append(f"| {stage} | {last['step']:,} | {size} | {shown} |")
     return lines
 
 
@@ -59,17 +63,17 @@ def text(run: Run, out: Path, history: list[dict[str, Any]], shares: dict[str, f
     """The card."""
     c = run.config
     measured, evaluation = (_read(out / name) for name in ("measured.json", "evaluation.json"))
-    parameters = measured.get("parameters", 0)
     size = sum(f.stat().st_size for f in out.glob("model*.safetensors"))
+    count = f"{measured['parameters'] / 1e6:.1f} M parameters, " if measured else ""
     top = sorted(shares.items(), key=lambda item: -item[1])
     lines = [
         f"# {out.name}", "",
-        f"A DeepSeek-V4.1 model in small, trained from nothing for Headrace: {c.num_hidden_layers} layers of width {c.hidden_size}, "
-        f"{c.n_routed_experts} routed experts (top {c.num_experts_per_tok}) and a shared one, CSA2 with {len(c.kv_source_layer_ids)} KV "
-        f"sources, Engram, mHC, a DSpark draft of {c.num_nextn_predict_layers} stages; {c.vocab_size:,} tokens."
-        + (f" {parameters / 1e6:.1f} M parameters," if parameters else "") + f" {size / 1e6:.1f} MB as FP8 and FP4.",
-        "", "It shows what the system does. It is no assistant: it knows the small world of its training data and says false things "
-        "about everything else, fluently.", "",
+        f"A DeepSeek-V4.1 model in small, trained from nothing for Headrace: {c.num_hidden_layers} layers of width "
+        f"{c.hidden_size}, {c.n_routed_experts} routed experts (top {c.num_experts_per_tok}) and a shared one, CSA2 with "
+        f"{len(c.kv_source_layer_ids)} KV sources, Engram, mHC, a DSpark draft of {c.num_nextn_predict_layers} stages; "
+        f"{c.vocab_size:,} tokens. {count}{size / 1e6:.1f} MB as FP8 and FP4.", "",
+        "It shows what the system does. It is no assistant: it knows the small world of its training data and says false "
+        "things about everything else, fluently.", "",
         "Licence: Apache-2.0; sources in [ATTRIBUTION.md](ATTRIBUTION.md). Made by `python -m models.training` "
         "([how](../training/README.md)).", "",
         "## Training", "",
@@ -78,16 +82,18 @@ def text(run: Run, out: Path, history: list[dict[str, Any]], shares: dict[str, f
         "Data, shares of tokens: " + ", ".join(f"{kind} {share:.0%}" for kind, share in top if share >= 0.005) + ".", "",
     ]  # fmt: skip
     if measured:
-        lines += ["## Measured offline", "", "`python -m models.training measure`, on held-out slots:", "", *_table(measured), ""]
+        lines += ["## Measured offline", "", "`python -m models.training measure`, on held-out slots:", ""]
+        lines += [*_table(measured), ""]
     if evaluation:
-        lines += ["## Evaluated through the running system", "", "`python -m models.training evaluate`, over HTTP, on held-out slots, "
-                  f"temperature {evaluation.get('temperature')}, 95 % Wilson intervals:", "", *_results(evaluation), ""]  # fmt: skip
+        lines += ["## Evaluated through the running system", ""]
+        lines += ["`python -m models.training evaluate`, over HTTP, on held-out slots, temperature "
+                  f"{evaluation.get('temperature')}, 95 % Wilson intervals:", "", *_results(evaluation), ""]  # fmt: skip
         if evaluation.get("samples"):
             lines += ["## Ten samples, not selected", ""]
             for sample in evaluation["samples"]:
                 lines += [f"> **{_line(sample['asked'])}**", ">", f"> {_line(sample['answer'])}", ""]
-    lines += ["## Limits", "", "- Short contexts: most training documents had fewer than 700 tokens." if c.hidden_size < 256 else
-              "- Contexts up to 4,096 tokens were trained.",
+    longest = max((json.loads(f.read_text())["contexts"][-1] for f in run.folder.glob("data-*.json")), default=0)
+    lines += ["## Limits", "", f"- Trained on contexts of up to {longest:,} tokens; longer ones are untried.",
               "- Facts beyond the tables in `models/training/generators/facts.py` are made up.",
               "- Refusals were trained with a few sentences only; they protect from nothing.", ""]  # fmt: skip
     return "\n".join(lines)
@@ -121,7 +127,7 @@ _COLOURS = {"target_loss": "#1f77b4", "index_loss": "#2ca02c", "confidence_loss"
 
 
 def plot(history: list[dict[str, Any]], width: int = 720, height: int = 300) -> str:
-    """Reported values over training time as SVG, stages one behind the other; targets' loss, and the draft's accepted tokens."""
+    """Reported values over training time as SVG, stages one behind the other."""
     begins, total = {}, 0.0
     for stage in STAGES:
         seconds = [h["seconds"] for h in history if h["stage"] == stage]
@@ -130,7 +136,8 @@ def plot(history: list[dict[str, Any]], width: int = 720, height: int = 300) -> 
     top = max([h[k] for h in history for k in _COLOURS if k in h] or [1.0])
     x = lambda h: 50 + (begins[h["stage"]] + h["seconds"]) / max(total, 1e-9) * (width - 70)  # noqa: E731
     y = lambda value: height - 30 - value / top * (height - 60)  # noqa: E731
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
+    size = f'width="{width}" height="{height}"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">',
              f'<rect width="{width}" height="{height}" fill="white"/>']  # fmt: skip
     for value in range(int(top) + 1):
         parts.append(f'<line x1="50" x2="{width - 20}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#ddd"/>')

@@ -14,6 +14,13 @@ from headrace.engine.make_checkpoint import config_json
 
 _DRAFT: dict[str, Any] = {"num_nextn_predict_layers": 3, "dspark_block_size": 5, "dspark_num_experts_per_tok": 2}
 
+# Pictures of 126 x 126 pixels (`generators/pictures.py`) need no resizing: their area is the least that is asked for.
+VISION: dict[str, dict[str, Any]] = {
+    "micro": {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64},
+    "tiny": {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 256},
+}
+_PIXELS = {"patch_size": 14, "downsample_ratio": 3, "max_image_tokens": 64, "min_pixels": 126 * 126, "rope_theta": 10000.0}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "micro": {
         "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 5, "num_attention_heads": 2, "head_dim": 32,
@@ -53,4 +60,5 @@ def root_config(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
     noise = tokenizer.token_to_id("<｜System｜>")
     if noise is None:
         raise ValueError("the tokenizer has no <｜System｜>; train one with `python -m models.training tokenizer`")
-    return config_json(CONFIGS[name] | {"dspark_noise_token_id": noise}, tokenizer)
+    vision = {"vision_config": VISION[name] | _PIXELS} if name in VISION else {}
+    return config_json(CONFIGS[name] | {"dspark_noise_token_id": noise}, tokenizer) | vision

@@ -78,8 +78,9 @@ class Client:
                     reply.reasoning += delta.get("reasoning_content") or ""
                     for part in delta.get("tool_calls") or ():
                         function = part.get("function") or {}
-                        name, arguments = calls.setdefault(part["index"], ["", ""])
-                        calls[part["index"]] = [name + (function.get("name") or ""), arguments + (function.get("arguments") or "")]
+                        made = calls.setdefault(part["index"], ["", ""])
+                        made[0] += function.get("name") or ""
+                        made[1] += function.get("arguments") or ""
                     reply.finish = choice.get("finish_reason") or reply.finish
         except (OSError, http.client.HTTPException, ValueError) as error:
             reply.error = f"{type(error).__name__}: {error}"
@@ -178,7 +179,8 @@ class Task:
 TASKS: dict[str, Task] = {
     "tools": Task("tool", {"tool calls valid": valid_calls, "right tool": right_tools, "right arguments": exact_calls}),
     "tools_simple": Task(
-        "tool_simple", {"simple calls valid": valid_calls, "simple: right tool": right_tools, "simple: right arguments": exact_calls}
+        "tool_simple",
+        {"simple calls valid": valid_calls, "simple: right tool": right_tools, "simple: right arguments": exact_calls},
     ),
     "tools_none": Task("tool_none", {"no call where none is needed": no_call}),
     "sums": Task("three_digits", {"three-digit sums": right_number}, thinking=True),
@@ -215,7 +217,9 @@ def share_of(hits: Iterable[bool]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_task(client: Client, task: Task, count: int, threads: int, seed: str) -> tuple[dict[str, Any], list[tuple[Sample, Reply]]]:
+def run_task(
+    client: Client, task: Task, count: int, threads: int, seed: str
+) -> tuple[dict[str, Any], list[tuple[Sample, Reply]]]:
     """Results of every check, and the pairs."""
     samples = [draw(task.kind, seed, number) for number in range(count)]
     if task.thinking is not None:
@@ -263,7 +267,18 @@ def accepted_length(before: dict[str, float], after: dict[str, float]) -> float 
 
 def samples_to_show(client: Client, count: int = 10) -> list[dict[str, str]]:
     """The first held-out questions of ten kinds, whatever is answered."""
-    kinds = ("story_chat", "small_talk", "three_digits", "why", "table", "story_chat", "tool_simple", "remembered", "declined", "capital")
+    kinds = (
+        "story_chat",
+        "small_talk",
+        "three_digits",
+        "why",
+        "table",
+        "story_chat",
+        "tool_simple",
+        "remembered",
+        "declined",
+        "capital",
+    )
     shown = []
     for number, kind in enumerate(kinds[:count]):
         sample = mix.draw(kind, "shown", number, held_out=True)
@@ -276,8 +291,12 @@ def samples_to_show(client: Client, count: int = 10) -> list[dict[str, str]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the system (default: http://127.0.0.1:8000)")
-    parser.add_argument("--metrics", nargs="*", default=[], metavar="URL", help="/metrics of the decode workers, for acceptance")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[t for t in TASKS if t != "vision"], help="default: all but vision")
+    parser.add_argument(
+        "--metrics", nargs="*", default=[], metavar="URL", help="/metrics of the decode workers, for acceptance"
+    )
+    parser.add_argument(
+        "--tasks", nargs="+", choices=TASKS, default=[t for t in TASKS if t != "vision"], help="default: all but vision"
+    )
     parser.add_argument("--count", type=int, default=500, help="questions of each task (default: 500)")
     parser.add_argument("--threads", type=int, default=16, help="requests at a time (default: 16)")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0")
@@ -291,8 +310,16 @@ def main(args: argparse.Namespace) -> None:
     try:
         client = Client(args.url, args.temperature)
     except OSError as error:
-        raise ValueError(f"nobody answers at {args.url} ({error}); start a system with `./headrace up`, or give --url") from None
-    report: dict[str, Any] = {"model": client.model, "temperature": args.temperature, "seed": args.seed, "results": {}, "numbers": {}}
+        raise ValueError(
+            f"nobody answers at {args.url} ({error}); start a system with `./headrace up`, or give --url"
+        ) from None
+    report: dict[str, Any] = {
+        "model": client.model,
+        "temperature": args.temperature,
+        "seed": args.seed,
+        "results": {},
+        "numbers": {},
+    }
     thought: list[bool] = []
     for name in args.tasks:
         before = scrape(args.metrics)

@@ -1,10 +1,10 @@
 """`measure`: what can be said about a checkpoint without a server, written beside its weights as `measured.json`.
 
-  losses       nats a token on held-out slots, by kind
-  export       KL of the stored weights' predictions from those of the unrounded ones (needs --run)
-  classes      `bounded` against `exact`: logit error, and the share of greedy answers that differ
-  draft        how many drafts greedy decoding accepts, per kind; the confidence head's calibration, before and after a table of
-               temperatures that is fitted on one half and judged on the other (`calibration.json`)
+losses       nats a token on held-out slots, by kind
+export       KL of the stored weights' predictions from those of the unrounded ones (needs --run)
+classes      `bounded` against `exact`: logit error, and the share of greedy answers that differ
+draft        how many drafts greedy decoding accepts, per kind; the confidence head's calibration, before and after a table of
+             temperatures that is fitted on one half and judged on the other (`calibration.json`)
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from .runs import Run
 from .sample import PROMPT_WEIGHT, Renderer
 
 KINDS = ("story_chat", "three_digits", "tool_simple", "small_talk", "why", "table")
-PROSE = "books"  # free prose, if the corpus is there
 BINS = 10
 
 
@@ -196,8 +195,7 @@ def main(args: argparse.Namespace) -> None:
     """Measure a checkpoint offline: losses, KL of the export, numerics classes, draft and its calibration."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    kinds = tuple(args.kinds) + ((PROSE,) if mix.corpora.samples(PROSE) and PROSE not in args.kinds else ())
-    numbers = measure(args.checkpoint, Run(args.run) if args.run else None, args.count, kinds)
+    numbers = measure(args.checkpoint, Run(args.run) if args.run else None, args.count, tuple(args.kinds))
     (args.checkpoint / "measured.json").write_text(json.dumps(numbers, indent=1))
     for name, value in numbers.items():
         print(f"{name:40} {value:.4g}")

@@ -17,7 +17,7 @@ PRETRAIN = {
     "dates": 1.5, "fractions": 1, "capital": 0.7, "element": 0.3, "table": 0.7, "why": 0.8, "small_talk": 1, "declined": 0.7,
     "system": 0.8, "remembered": 1, "lists": 0.7, "tool": 9, "tool_parallel": 2, "tool_none": 4, "tool_result": 3,
     "tool_second": 2, "json": 1.5, "json_list": 0.5, "needle": 5, "short_needle": 2, "repeat": 1, "spelling": 0.7,
-    "who_has": 0.8,
+    "who_has": 0.8, "picture": 2,
 }  # fmt: skip
 # What a user types: conversations, thinking, tools, recall.
 ANNEAL = {
@@ -26,6 +26,7 @@ ANNEAL = {
     "fractions": 1.5, "capital": 1, "element": 0.5, "table": 1, "why": 1.5, "small_talk": 1.5, "declined": 1, "system": 1,
     "remembered": 1.5, "lists": 1, "tool": 14, "tool_parallel": 4, "tool_none": 7, "tool_result": 4, "tool_second": 3,
     "json": 2, "json_list": 1, "needle": 7, "short_needle": 3, "repeat": 1.5, "spelling": 1, "who_has": 1,
+    "picture": 6,
 }  # fmt: skip
 # A model of a few million parameters that trains on a CPU: stories, small sums, simple calls, short talk.
 NARROW = {

@@ -28,7 +28,8 @@ def make_part(folder: Path, tokenizer: Path, shares: dict[str, float], contexts:
     for kind, share in shares.items():
         made, number = 0, 0
         while made < share * tokens:
-            ids, weights = renderer.ids(mix.draw(kind, f"{seed}/{part}", number, held_out=held_out))
+            sample = mix.draw(kind, f"{seed}/{part}", number, held_out=held_out)
+            ids, weights = renderer.ids(sample)
             number += 1
             if len(ids) > contexts[-1]:
                 if weights[0] < 1.0:  # a conversation loses its answer when it is cut
@@ -36,7 +37,7 @@ def make_part(folder: Path, tokenizer: Path, shares: dict[str, float], contexts:
                         raise ValueError(f"{kind}: samples are longer than {contexts[-1]} tokens; give a longer --context")
                     continue
                 ids, weights = ids[: contexts[-1]], weights[: contexts[-1]]
-            documents.append((ids, weights))
+            documents.append((ids, weights, sample.pictures))
             made += len(ids)
         total += made
     packer = Packer(contexts)

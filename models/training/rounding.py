@@ -50,8 +50,8 @@ def rules(model: nn.Module) -> dict[str, Round]:
     for name, _ in model.named_parameters():
         if name.endswith((".w_in", ".w_out")):
             found[name] = experts_in if name.endswith(".w_in") else experts_out
-        elif schema[name].kind in by_kind:
-            found[name] = by_kind[schema[name].kind]
+        elif schema[name.removeprefix("image_encoder.")].kind in by_kind:
+            found[name] = by_kind[schema[name.removeprefix("image_encoder.")].kind]
     return found
 
 

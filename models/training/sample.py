@@ -34,6 +34,7 @@ class Sample:
     calls: list[ToolCall] = field(default_factory=list)
     check: dict[str, Any] = field(default_factory=dict)
     pictures: list[bytes] = field(default_factory=list)
+    span: int = 0  # tokens of each picture
 
     @property
     def held_out(self) -> bool:
@@ -50,6 +51,7 @@ class Renderer:
         self.encoding = Encoding("v41", tokenizer, V41_TOKENS)
         self.eos = tokenizer.added_token_id(V41_TOKENS.eos)
         self.bos = tokenizer.added_token_id(V41_TOKENS.bos)
+        self.image = tokenizer.added_token_id(V41_TOKENS.image)
 
     def ids(self, sample: Sample) -> tuple[array[int], array[float]]:
         """Token ids, and for each how much its prediction counts. A document begins with BOS and ends with EOS."""
@@ -61,8 +63,11 @@ class Renderer:
         return prompt + target, array("f", [PROMPT_WEIGHT]) * len(prompt) + array("f", [1.0]) * len(target)
 
     def prompt_ids(self, sample: Sample) -> array[int]:
-        """What the gateway would send for the sample's conversation."""
-        return self.encoding.encode_rendered(self.encoding.render(sample.conversation))
+        """What the gateway would send for the sample's conversation; an image's token is repeated for its span."""
+        ids = self.encoding.encode_rendered(self.encoding.render(sample.conversation))
+        if not sample.pictures:
+            return ids
+        return array("I", [i for token in ids for i in [token] * (sample.span if token == self.image else 1)])
 
     def texts(self, sample: Sample) -> list[str]:
         """The plain texts between special tokens, prompt and target, for tokenizer training."""
@@ -121,7 +126,7 @@ def to_request(sample: Sample) -> dict[str, Any]:
         if message.image_sources:
             entry["content"] = [
                 *({"type": "image_url", "image_url": {"url": source.value}} for source in message.image_sources),
-                {"type": "text", "text": message.texts()[-1]},
+                {"type": "text", "text": message.texts()[-1].removeprefix("\n\n")},
             ]
         messages.append(entry)
     request: dict[str, Any] = {

@@ -4,11 +4,16 @@ A data folder holds `index.json` and files `c<context>-<part>.npz` with, per row
   ids        uint16   token ids; padding is 2
   weights    uint8    how much the prediction of this token counts, in 1/100
   documents  uint8    number of the document within its row, from 0; padding has one of its own
+and, for rows with pictures,
+  pictures   uint8    PNG files one behind the other, in the order of rows and of image spans in them
+  ends       int64    where each of them ends
+  owners     int32    the row of each
 Documents begin at even positions, as ratio-2 layers want it.
 """
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,18 +27,22 @@ OPEN_ROWS = 32  # rows that wait for a document that fits
 MOST_DOCUMENTS = 250  # in a row
 
 
+Document = tuple[np.ndarray, np.ndarray, list[bytes]]  # ids, weights in 1/100, pictures
+
+
 class Packer:
     """Fills rows of some lengths; a document goes to the shortest length that holds it, best fit among open rows."""
 
     def __init__(self, contexts: Iterable[int]) -> None:
         self.contexts = sorted(contexts)
-        self.open: dict[int, list[list[tuple[np.ndarray, np.ndarray]]]] = {c: [] for c in self.contexts}
-        self.done: dict[int, list[list[tuple[np.ndarray, np.ndarray]]]] = {c: [] for c in self.contexts}
+        self.open: dict[int, list[list[Document]]] = {c: [] for c in self.contexts}
+        self.done: dict[int, list[list[Document]]] = {c: [] for c in self.contexts}
         self.refused = 0
 
-    def add(self, ids: Iterable[int], weights: Iterable[float]) -> bool:
+    def add(self, ids: Iterable[int], weights: Iterable[float], pictures: Iterable[bytes] = ()) -> bool:
         """Whether the document was taken; one that is longer than every context is not."""
-        document = (np.asarray(ids, np.uint16), np.round(np.asarray(weights, np.float32) * 100).astype(np.uint8))
+        hundredths = np.round(np.asarray(weights, np.float32) * 100).astype(np.uint8)
+        document = (np.asarray(ids, np.uint16), hundredths, list(pictures))
         context = next((c for c in self.contexts if c >= len(document[0])), None)
         if context is None:
             self.refused += 1
@@ -59,23 +68,31 @@ class Packer:
         return result
 
 
-def _length(row: list[tuple[np.ndarray, np.ndarray]]) -> int:
+def _length(row: list[Document]) -> int:
     """Where the next document would begin."""
-    return sum(len(ids) + len(ids) % ALIGN for ids, _ in row)
+    return sum(len(ids) + len(ids) % ALIGN for ids, _, _ in row)
 
 
-def _rows(rows: list[list[tuple[np.ndarray, np.ndarray]]], context: int) -> dict[str, np.ndarray]:
+def _rows(rows: list[list[Document]], context: int) -> dict[str, np.ndarray]:
     ids = np.full((len(rows), context), PAD, np.uint16)
     weights, documents = np.zeros((len(rows), context), np.uint8), np.zeros((len(rows), context), np.uint8)
+    files: list[bytes] = []
+    owners: list[int] = []
     for r, row in enumerate(rows):
         at = 0
-        for number, (tokens, weight) in enumerate(row):
+        for number, (tokens, weight, pictures) in enumerate(row):
             ids[r, at : at + len(tokens)], weights[r, at : at + len(tokens)] = tokens, weight
             documents[r, at:] = number
             at += len(tokens) + len(tokens) % ALIGN
+            files += pictures
+            owners += [r] * len(pictures)
         end = at - len(row[-1][0]) % ALIGN
         documents[r, end:] = len(row)
-    return {"ids": ids, "weights": weights, "documents": documents}
+    arrays = {"ids": ids, "weights": weights, "documents": documents}
+    if files:
+        arrays["pictures"] = np.frombuffer(b"".join(files), np.uint8)
+        arrays["ends"], arrays["owners"] = np.cumsum([len(f) for f in files]), np.array(owners, np.int32)
+    return arrays
 
 
 def write_part(folder: Path, part: int, arrays: dict[int, dict[str, np.ndarray]]) -> None:
@@ -89,11 +106,12 @@ def write_part(folder: Path, part: int, arrays: dict[int, dict[str, np.ndarray]]
 
 @dataclass(slots=True)
 class Batch:
-    """ids int64 [B, T], weights fp32 [B, T], documents int64 [B, T] as numpy arrays."""
+    """ids int64 [B, T], weights fp32 [B, T], documents int64 [B, T]; images uint8 [M, height, width, 3], if there are any."""
 
     ids: np.ndarray
     weights: np.ndarray
     documents: np.ndarray
+    images: list[np.ndarray]  # of each row
 
 
 class Shards:
@@ -106,12 +124,17 @@ class Shards:
             raise FileNotFoundError(f"{index} is missing; `python -m models.training pack` writes it")
         self.index = json.loads(index.read_text())
         self.seed, self.rows, self.batch_rows = seed, {}, {}
+        self.pictures: dict[int, dict[int, list[bytes]]] = {}  # context -> row -> files
         for context in self.index["contexts"]:
             files = sorted(folder.glob(f"c{context}-*.npz"))
             if files:
-                parts = [np.load(file) for file in files]
-                self.rows[context] = {name: np.concatenate([p[name] for p in parts]) for name in parts[0].files}
+                parts = [dict(np.load(file)) for file in files]
+                self.pictures[context] = _pictures(parts)
+                names = ("ids", "weights", "documents")
+                self.rows[context] = {name: np.concatenate([p[name] for p in parts]) for name in names}
                 self.batch_rows[context] = max(1, tokens // context)
+        if not self.rows:
+            raise FileNotFoundError(f"{folder} has an index but no shards; run `python -m models.training pack` again")
         self._epoch: tuple[int, list[tuple[int, np.ndarray]]] | None = None
         self.per_epoch = sum(max(1, len(r["ids"]) // self.batch_rows[c]) for c, r in self.rows.items())
 
@@ -121,11 +144,12 @@ class Shards:
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = (epoch, self._order(epoch))
         context, rows = self._epoch[1][place]
-        values = self.rows[context]
+        values, pictures = self.rows[context], self.pictures[context]
         return Batch(
             values["ids"][rows].astype(np.int64),
             values["weights"][rows].astype(np.float32) / 100,
             values["documents"][rows].astype(np.int64),
+            [_decoded(pictures.get(int(row), ())) for row in rows],
         )
 
     def _order(self, epoch: int) -> list[tuple[int, np.ndarray]]:
@@ -136,3 +160,24 @@ class Shards:
             for start in range(0, max(1, len(order) // size) * size, size):
                 batches.append((context, np.resize(order[start : start + size], size)))
         return [batches[i] for i in draw.permutation(len(batches))]
+
+
+def _pictures(parts: list[dict[str, np.ndarray]]) -> dict[int, list[bytes]]:
+    """Row -> its PNG files, rows counted through all parts."""
+    found: dict[int, list[bytes]] = {}
+    first = 0
+    for part in parts:
+        begin = 0
+        for end, owner in zip(part.get("ends", ()), part.get("owners", ()), strict=True):
+            found.setdefault(first + int(owner), []).append(part["pictures"][begin:end].tobytes())
+            begin = end
+        first += len(part["ids"])
+    return found
+
+
+def _decoded(files: Iterable[bytes]) -> np.ndarray:
+    """uint8 [M, height, width, 3]."""
+    from PIL import Image
+
+    pixels = [np.asarray(Image.open(io.BytesIO(file)).convert("RGB")) for file in files]
+    return np.stack(pixels) if pixels else np.zeros((0, 0, 0, 3), np.uint8)

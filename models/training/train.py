@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from headrace.engine.models.v41.config import ModelConfig
@@ -137,8 +138,9 @@ class Trainer:
         self.model.config = dense_config(self.run.config) if dense else self.run.config
         pieces, values = -(-ids.shape[0] // rows), {}
         with self.rounded(self.plan.rounded or (self.draft and self.progress > 0.5)):
-            for piece in zip(ids.split(rows), weights.split(rows), documents.split(rows), strict=True):
-                total, values = self._loss_of(*piece)
+            for at in range(0, ids.shape[0], rows):
+                part = slice(at, at + rows)
+                total, values = self._loss_of(ids[part], weights[part], documents[part], self._images(batch.images[part]))
                 (total / pieces).backward()
         values["norm"] = self.optimizer.clip(1.0)
         values["rate"] = (
@@ -149,11 +151,18 @@ class Trainer:
         self.tokens += int((batch.weights > 0).sum())
         return values
 
-    def _losses(self, ids: torch.Tensor, weights: torch.Tensor, documents: torch.Tensor):
+    def _images(self, rows: list[np.ndarray]) -> torch.Tensor | None:
+        """The pictures of some rows in order; None when there are none or the model does not see."""
+        pictures = [pixels for pixels in rows if len(pixels)]
+        if not pictures or self.run.config.vision is None:
+            return None
+        return torch.from_numpy(np.concatenate(pictures)).to(self.device)
+
+    def _losses(self, ids: torch.Tensor, weights: torch.Tensor, documents: torch.Tensor, images: torch.Tensor | None):
         if self.draft:
-            return self._draft_losses(ids, weights, documents)
+            return self._draft_losses(ids, weights, documents, images)
         extras = ("router", "index") if self.plan.index else ("router",)
-        out = self.model(ids, documents=documents, extras=extras)
+        out = self.model(ids, documents=documents, images=images, extras=extras)
         total, target = losses.token_loss(out.logits, ids, weights, documents)
         values = {"loss": total.detach(), "target_loss": target}
         if self.plan.index:
@@ -162,9 +171,9 @@ class Trainer:
         values["imbalance"] = losses.balance(self.model, out.router, BALANCE_RATE)
         return total, values
 
-    def _draft_losses(self, ids: torch.Tensor, weights: torch.Tensor, documents: torch.Tensor):
+    def _draft_losses(self, ids: torch.Tensor, weights: torch.Tensor, documents: torch.Tensor, images: torch.Tensor | None):
         with torch.no_grad():
-            out = self.model(ids, documents=documents, extras=("taps",))
+            out = self.model(ids, documents=documents, images=images, extras=("taps",))
         anchors = losses.draw_anchors(weights, documents, self.run.config.dspark_block_size, ANCHORS, self.draw)
         drafts = self.model.draft(ids, out.taps, anchors, documents)
         loss = losses.draft_loss(drafts, out.logits, anchors, documents)

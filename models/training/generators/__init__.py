@@ -10,12 +10,13 @@ import random
 from collections.abc import Callable
 
 from ..sample import Sample
-from . import chat, facts, numbers, recall, stories, structured, tools
+from . import chat, facts, numbers, pictures, recall, stories, structured, tools
 
 Generator = Callable[[random.Random], Sample]
 
 KINDS: dict[str, Generator] = {
     **stories.KINDS, **numbers.KINDS, **facts.KINDS, **chat.KINDS, **tools.KINDS, **structured.KINDS, **recall.KINDS,
+    **pictures.KINDS,
 }  # fmt: skip
 
 

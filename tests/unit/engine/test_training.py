@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from headrace.engine.batch import Segment
+from headrace.engine.batch import ImageRows, Segment
 from headrace.engine.cache import KVPool
 from headrace.engine.config import parse_config
 from headrace.engine.loader import load_model
@@ -21,6 +21,7 @@ from headrace.engine.models.v41.cache import Codec, Codecs
 from headrace.engine.models.v41.engram import compressed_ids
 from headrace.engine.models.v41.schema import checkpoint_schema
 from headrace.engine.models.v41.training import TrainingModel, indexer_loss, initialize, released_values
+from headrace.engine.models.vision.loader import load_encoder
 
 
 @pytest.fixture(scope="module", params=["w16", "nano"])
@@ -280,6 +281,34 @@ def test_a_cuda_device_computes_the_same(tmp_path, dtype):
         results.append((out.logits.detach().cpu(), drafts.logits.detach().cpu().flatten(0, 1)))
     for one, two in zip(*results, strict=True):
         assert row_errors(two, one).median() < (1e-4 if dtype == torch.float32 else 0.1)
+
+
+def test_images_are_seen_as_the_served_model_sees_them(tmp_path):
+    """Two sequences, one of them with two images: embeddings, n-grams that stop at a span, routing by `bias_vl`."""
+    path = make_checkpoint("nano-vision", 3, tmp_path)
+    served, encoder = load_model(path, kv_store="fp32", numerics="exact"), load_encoder(path)
+    model = TrainingModel.of(served, encoder, quantize_cache=False)
+    pixels = torch.randint(0, 256, (2, 84, 126, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    span = encoder.tokens(encoder.grid(126, 84))
+    ids = tokens(15, 2, 80)
+    places = (4, 40)
+    for at in places:
+        ids[1, at : at + span] = served.image_token_id
+    with torch.no_grad():
+        got = model(ids, images=pixels).logits
+        blind = model(ids).logits[1, places[0] :]
+    parts = [
+        ImageRows(at, at + span, encoded.float().numpy().tobytes(), "float32")
+        for at, encoded in zip(places, encoder.encode(list(pixels)), strict=True)
+    ]
+    for row, images in enumerate(([], parts)):
+        kv, states = KVPool(served.spec, 2), served.new_states(1)
+        segment = Segment(0, 0, ids[row].tolist(), [], range(2), outputs=range(80), images=images)
+        want = served.logits(served.forward([segment], kv, states))
+        assert row_errors(got[row], want).max() < 1e-5
+    assert row_errors(blind, want[places[0] :]).median() > 1e-2
+    model(ids, images=pixels).logits.square().mean().backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.image_encoder.parameters())
 
 
 def test_unknown_extras_are_named(w16):

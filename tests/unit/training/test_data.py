@@ -58,7 +58,7 @@ def test_requests_render_as_the_samples_do():
     from headrace.recipe.protocol.chat import parse
 
     encoding = Encoding("v41", None, V41_TOKENS)
-    kinds = "story_chat three_digits tool tool_parallel tool_result tool_second tool_none system json remembered"
+    kinds = "story_chat three_digits tool tool_parallel tool_result tool_second tool_none system json remembered picture"
     for kind in kinds.split():
         for number in range(8):
             sample = draw(kind, "r", number)

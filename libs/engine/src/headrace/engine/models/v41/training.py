@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..vision.encoder import ImageEncoder
 from .attention import Attention, Compressor, candidate_blocks, index_scores, top_positions
 from .block import enter_streams, mean_of_streams
 from .cache import Codec, codecs
@@ -87,6 +88,8 @@ class TrainingModel(nn.Module):
         for module in self.modules():
             if isinstance(module, MoE):
                 module.always_dense = dense_experts
+        if c.vision is not None:
+            self.image_encoder = ImageEncoder(c.vision, c.hidden_size)
         if c.engram_layer_ids:
             if compressed_ids is None:
                 raise ValueError("a config with engram_layer_ids needs the tokenizer's compressed ids")
@@ -95,13 +98,17 @@ class TrainingModel(nn.Module):
                 self.layers[layer].engram.embed = Embedding(rows, c.engram_head_dim)
 
     @classmethod
-    def of(cls, served: V41Model, **options) -> TrainingModel:
-        """A copy of a loaded model's weights (what FP8 and FP4 made of them), to go on training or to compare."""
+    def of(cls, served: V41Model, encoder: ImageEncoder | None = None, **options) -> TrainingModel:
+        """A copy of a loaded model's weights (what FP8 and FP4 made of them), to go on training or to compare; with the
+        image side from `load_encoder`, else that is zero."""
         compressed = None if served.ngrams is None else served.ngrams.compressed
         model = cls(served.config, compressed, **options)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if name.endswith("engram.embed.weight"):
+                if name.startswith("image_encoder."):
+                    own = None if encoder is None else encoder.get_parameter(name.removeprefix("image_encoder."))
+                    parameter.zero_() if own is None else parameter.copy_(own)
+                elif name.endswith("engram.embed.weight"):
                     read = served.get_submodule(name.removesuffix(".embed.weight")).read_rows
                     parameter.copy_(read(np.arange(parameter.shape[0])))
                 else:
@@ -114,30 +121,37 @@ class TrainingModel(nn.Module):
         *,
         documents: torch.Tensor | None = None,
         decoder_floor: torch.Tensor | None = None,
+        images: torch.Tensor | None = None,
         extras: Collection[str] = (),
     ) -> Output:
-        """ids int64 [B, T]. decoder_floor int64 [B]: decoder layers see window KV of positions from there on, as a
-        bounded prompt's do; rows below it then mean nothing. extras: any of "taps", "index", "router"."""
+        """ids int64 [B, T]. images uint8 [M, height, width, 3]: what the spans of image tokens in `ids` show, in order of rows
+        and places, each of the length that this size has. decoder_floor int64 [B]: decoder layers see window KV of positions
+        from there on, as a bounded prompt's do; rows below it then mean nothing. extras: any of "taps", "index", "router"."""
         if unknown := set(extras) - set(EXTRAS):
             raise ValueError(f"extras {sorted(unknown)} are unknown; there are {', '.join(EXTRAS)}")
         c, (batch, length) = self.config, ids.shape
         shared = Dense(self, batch, length, ids.device, documents, decoder_floor, "index" in extras)
         out = Output(*[torch.empty(0)] * 2, index=shared.index, attention=shared.attention)
         self._watch_routers(out if "router" in extras else None)
-        streams, pre = enter_streams(self.embed(ids).to(self.dtype).flatten(0, 1), c.hc_mult)
-        grams = self.hash.contexts(ids, documents).flatten(0, 1) if c.engram_layer_ids else None
+        inside = None if images is None else ids == c.image_token_id
+        h = self.embed(ids).to(self.dtype)
+        if inside is not None:
+            h = h.masked_scatter(inside.unsqueeze(-1), torch.cat(self.image_encoder(list(images))).to(self.dtype))
+        image = None if inside is None else inside.flatten()
+        streams, pre = enter_streams(h.flatten(0, 1), c.hc_mult)
+        grams = self.hash.contexts(ids, documents, inside).flatten(0, 1) if c.engram_layer_ids else None
         taps = {}
         for layer in self.layers:
             if layer.index in c.engram_layer_ids:
                 memory = layer.engram.embed(self.hash.rows(layer.index, grams)).flatten(1)
-                streams = layer.engram.update(streams, memory.to(self.dtype))
+                streams = layer.engram.update(streams, memory.to(self.dtype), image)
             if "taps" in extras and layer.index in c.dspark_target_layer_ids:
                 taps[layer.index] = mean_of_streams(streams)
             attended = shared.attention_of(layer.attn, layer.attention_input(streams, pre))
             if self.recompute and torch.is_grad_enabled():
-                streams, pre = checkpoint(layer, streams, attended, use_reentrant=False)
+                streams, pre = checkpoint(layer, streams, attended, image, use_reentrant=False)
             else:
-                streams, pre = layer(streams, attended)
+                streams, pre = layer(streams, attended, image)
         out.hidden = self.norm(collapse(streams, pre)).view(batch, length, -1)
         out.logits = F.linear(out.hidden.float(), self.head.weight.float())
         if taps:
@@ -406,9 +420,13 @@ class DenseHash(nn.Module):
                 table = torch.from_numpy(getattr(hashes, kind)[layer])
                 self.register_buffer(f"{kind}_{layer}", table, persistent=False)
 
-    def contexts(self, ids: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
-        """ids [B, T] -> compressed ids of each row and the rows before it in its document, [B, T, n], newest first."""
+    def contexts(
+        self, ids: torch.Tensor, documents: torch.Tensor | None, inside: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """ids [B, T] -> compressed ids of each row and the rows before it in its document, [B, T, n], newest first.
+        inside bool [B, T]: rows of images, which nothing hashes over."""
         codes, length = self.compressed[ids], ids.shape[1]
+        codes = codes if inside is None else codes.masked_fill(inside, DEAD)
         grams, alive = [], torch.ones_like(ids, dtype=torch.bool)
         for back in range(self.size):
             code = F.pad(codes, (back, 0), value=DEAD)[:, :length]
@@ -510,5 +528,5 @@ def released_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             expert = int(part[1]) if part[0] == "experts" else moe.experts
             value = moe.w_out[:, expert] if part[-2] == "w2" else moe.w_in[("w1", "w3").index(part[-2]), expert]
         else:
-            value = parameters[name]
+            value = parameters[name] if name in parameters else parameters["image_encoder." + name]
         yield name, value.float().cpu()

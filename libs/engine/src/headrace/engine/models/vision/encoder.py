@@ -53,6 +53,10 @@ class ImageEncoder(nn.Module):
         """uint8 [height, width, 3] each, sides in whole patches -> spans [tokens, width] in the compute dtype, in order.
 
         An image's bits do not depend on what else is in the batch where `device.row_rule` finds that rows of 16 don't."""
+        return self(images)
+
+    def forward(self, images: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`encode` with gradients."""
         grids = [self.grid(image.shape[1], image.shape[0]) for image in images]
         order = sorted(range(len(images)), key=lambda i: (grids[i].rows, grids[i].columns))
         placed = [grids[i] for i in order]

@@ -1,0 +1,230 @@
+"""Every stage on the smallest model, in seconds: tokenizer, shards, three stages with a stop in between, export, measures, card;
+and the pieces that stages are made of."""
+
+import argparse
+import json
+
+import numpy as np
+import pytest
+import torch
+from models.training import card, losses
+from models.training.__main__ import main
+from models.training.evaluate import wilson
+from models.training.export import export
+from models.training.measure import measure, temperatures
+from models.training.optimizer import Optimizer, orthogonal, schedule
+from models.training.pack import pack
+from models.training.rounding import Rounded, rules
+from models.training.runs import Run
+from models.training.shards import Shards
+from models.training.tokenizer import texts, train
+from models.training.train import Trainer
+
+from headrace.engine.loader import load_model
+from headrace.engine.models.v41.training import TrainingModel
+from headrace.recipe import Tokenizer
+
+SHARES = {"small_talk": 2, "compare": 2, "table": 2, "short_needle": 2, "picture": 2}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A tokenizer and packed data."""
+    folder = tmp_path_factory.mktemp("training")
+    (folder / "tokenizer.json").write_text(train(texts(SHARES, 150_000, "0"), 512).to_str())
+    pack(folder / "data", folder / "tokenizer.json", SHARES, [128, 512], 30_000, workers=1, report=lambda _: None)
+    return folder
+
+
+def options(**values):
+    defaults = {
+        "seed": 0, "device": "cpu", "bf16": False, "recompute": False, "compile": False, "minutes": None, "steps": 4,
+        "micro_tokens": 0, "rate": 4e-3, "limit_minutes": None, "save_seconds": 1e9, "report_seconds": 0.0,
+    }  # fmt: skip
+    return argparse.Namespace(**defaults | values)
+
+
+def trainer(folder, made, stage, tokens=512, **values):
+    run = Run.create(folder, "micro", made / "tokenizer.json")
+    return Trainer(run, stage, Shards(made / "data", tokens, 0), options(**values))
+
+
+@pytest.fixture(scope="module")
+def trained(made, tmp_path_factory):
+    """A run that went through all stages."""
+    folder = tmp_path_factory.mktemp("run")
+    for stage, steps in (("pretrain", 5), ("anneal", 3), ("draft", 4)):
+        one = trainer(folder, made, stage, steps=steps)
+        one.work()
+        assert one.step == steps
+        (folder / f"data-{stage}.json").write_text((made / "data" / "index.json").read_text())
+    return Run(folder)
+
+
+def test_a_stopped_stage_goes_on_exactly(made, tmp_path):
+    whole = trainer(tmp_path / "a", made, "anneal", steps=2)
+    whole.work()
+    for limit in (1, 2):
+        part = trainer(tmp_path / "b", made, "anneal", steps=2)
+        assert part.step == limit - 1
+        while part.step < limit:
+            part.one_step()
+        part.save()
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, part.model.state_dict()[name]), name
+
+
+def test_pieces_of_a_batch_give_the_gradients_of_the_whole(made, tmp_path):
+    """Up to the weighting of pieces that hold fewer targets: with equal weights it is exact."""
+    steps = [trainer(tmp_path / n, made, "pretrain", 256, micro_tokens=m) for n, m in (("a", 0), ("b", 128))]
+    for one in steps:
+        one.shards.rows = {128: {k: v.copy() for k, v in one.shards.rows[128].items()}}
+        one.shards.rows[128]["weights"][:], one.shards.rows[128]["documents"][:] = 100, 0
+        one.shards.batch_rows, one.shards.pictures, one.shards.per_epoch = {128: 2}, {128: {}}, 1
+        one.optimizer.step = lambda rate: None  # keep the gradients
+        one.one_step()
+    for (name, a), (_, b) in zip(*(s.model.named_parameters() for s in steps), strict=True):
+        if a.grad is not None and ".indexer." not in name:
+            # Sums in another order round some cached values to their neighbours, so the gradients are near, not equal.
+            assert (a.grad - b.grad).norm() < 0.1 * a.grad.norm() + 1e-6, name
+
+
+def test_all_stages_lead_to_a_checkpoint_that_is_served(trained, tmp_path):
+    history = trained.history()
+    assert {h["stage"] for h in history} == {"pretrain", "anneal", "draft"}
+    assert all(np.isfinite(v) for h in history for v in h.values() if isinstance(v, float))
+    sizes = export(trained, tmp_path / "micro")
+    assert max(sizes.values()) < 16e6
+    numbers = measure(tmp_path / "micro", trained, 3, ("small_talk", "short_needle"))
+    # Trained with rounded weights or not, KL of so untrained a model is small; what matters is that it is computed.
+    assert 0 <= numbers["export_kl"] < 0.5 and 0 < numbers["loss_small_talk"] < 8
+    (tmp_path / "micro" / "measured.json").write_text(json.dumps(numbers))
+    card.write(trained, tmp_path / "micro")
+    text = (tmp_path / "micro" / "README.md").read_text()
+    assert "| draft | 4 |" in text and "export kl" in text and "Evaluated" not in text
+    assert "<polyline" in (tmp_path / "micro" / "losses.svg").read_text()
+    with pytest.raises(ValueError, match="which no export wrote"):
+        (tmp_path / "micro" / "mine.txt").write_text("")
+        export(trained, tmp_path / "micro")
+
+
+def test_the_draft_stage_leaves_the_target_alone(trained):
+    before, after = trained.state("anneal")["model"], trained.state("draft")["model"]
+    for name in before:
+        assert torch.equal(before[name], after[name]) != (name.startswith("mtp.") and not name.endswith(("bias", "bias_vl"))), name
+
+
+def test_every_part_has_moved(trained):
+    start, end = trained.model().state_dict(), trained.state("draft")["model"]
+    still = {name for name in start if torch.equal(start[name], end[name])}
+    # A draft stage's gate has no bias to balance; nothing else keeps its initial value.
+    assert all(n.startswith("mtp.") and n.endswith(("gate.bias", "gate.bias_vl")) for n in still), still
+
+
+def test_a_run_keeps_to_its_model(made, tmp_path):
+    Run.create(tmp_path, "micro", made / "tokenizer.json")
+    with pytest.raises(ValueError, match="trains another model than 'nano'"):
+        Run.create(tmp_path, "nano", made / "tokenizer.json")
+    with pytest.raises(FileNotFoundError, match="is no run"):
+        Run(tmp_path / "none")
+    assert main(["train", str(tmp_path), "--stage", "draft", "--data", str(made / "data"), "--steps", "1"]) == 1
+
+
+# ------------------------------------------------------------------ pieces
+
+
+def test_rounded_weights_are_those_that_are_stored(trained, tmp_path):
+    export(trained, tmp_path / "out")
+    stored = TrainingModel.of(load_model(tmp_path / "out"))
+    model = trained.model()
+    model.load_state_dict(trained.state("draft")["model"])
+    kept = {name: p.clone() for name, p in model.named_parameters()}
+    with Rounded(model)():
+        for name, parameter in model.named_parameters():
+            if name.startswith("image_encoder."):
+                continue  # a text model has none
+            assert torch.equal(parameter, stored.get_parameter(name)), name
+    assert all(torch.equal(kept[name], p) for name, p in model.named_parameters())
+    assert {name for name, _ in model.named_parameters()} - set(rules(model)) <= {
+        n for n in kept if n.endswith(("attn_sink", "gate.bias", "gate.bias_vl")) or ".hc_" in n
+    }
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (64, 32), (3, 5, 40, 40)])
+def test_newton_schulz_makes_singular_values_nearly_equal(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1)) @ torch.diag(torch.linspace(0.05, 3, shape[-1]))
+    values = torch.linalg.svdvals(orthogonal(matrix))
+    assert values.max() < 1.3 and values.median() > 0.6
+
+
+def test_the_optimizer_finds_a_minimum_of_matrices_and_vectors():
+    draw = torch.Generator().manual_seed(0)
+    names = ("layers.0.attn.wq_a.weight", "layers.0.ffn.w_out", "layers.0.attn_norm.weight", "embed.weight")
+    shapes = ((16, 8), (16, 3, 8), (16,), (10, 4))
+    parameters = [(n, torch.nn.Parameter(torch.randn(s, generator=draw))) for n, s in zip(names, shapes, strict=True)]
+    goals = [torch.randn(s, generator=draw) for s in shapes]
+    optimizer = Optimizer(parameters, decay=0.0)
+    for step in range(400):
+        sum((p - g).square().sum() for (_, p), g in zip(parameters, goals, strict=True)).backward()
+        optimizer.step(0.05 * schedule(step / 400, warmup=0.05, decay=0.5))
+    for (name, p), goal in zip(parameters, goals, strict=True):
+        assert (p - goal).abs().max() < 0.15, name
+
+
+def test_the_schedule_rises_stays_and_falls():
+    rates = [schedule(x / 100, warmup=0.1, decay=0.4) for x in range(101)]
+    assert rates[0] < 0.05 and rates[10:60] == [1.0] * 50 and rates[100] == pytest.approx(0.02)
+    assert all(a >= b for a, b in zip(rates[60:], rates[61:], strict=False))
+
+
+def test_a_draft_that_is_the_target_has_nothing_to_learn_from_it():
+    from headrace.engine.models.v41.draft import Drafts
+
+    draw = torch.Generator().manual_seed(0)
+    target, ids = torch.randn(1, 12, 30, generator=draw), torch.randint(3, 30, (1, 12), generator=draw)
+    anchors, documents = torch.tensor([[2, 5]]), torch.zeros(1, 12, dtype=torch.int64)
+    logits = torch.stack([target[0, a : a + 5] for a in (2, 5)])
+    tokens = torch.stack([ids[0, a + 1 : a + 6] for a in (2, 5)])
+    same = losses.draft_loss(Drafts(tokens, logits, logits, torch.full((2, 5), 9.0)), target, anchors, documents)
+    other = losses.draft_loss(Drafts(tokens, -logits, -logits, torch.full((2, 5), 9.0)), target, anchors, documents)
+    assert same.accepted == pytest.approx(5.0, abs=1e-4) and same.confidence < 1e-3 < other.confidence
+    assert other.accepted < 1.0 and other.distance > same.distance
+    documents[0, 4:] = 1  # behind the end of a document nothing counts
+    cut = losses.draft_loss(Drafts(tokens, -logits, -logits, torch.zeros(2, 5)), target, torch.tensor([[2, 2]]), documents)
+    assert cut.accepted == 0
+
+
+def test_anchors_lie_in_answers():
+    weights = torch.full((2, 60), 0.1)
+    weights[:, 30:40] = 1.0
+    documents = torch.zeros(2, 60, dtype=torch.int64)
+    anchors = losses.draw_anchors(weights, documents, 5, 400, torch.Generator().manual_seed(0))
+    assert anchors.min() >= 0 and anchors.max() + 5 < 60
+    assert ((anchors >= 29) & (anchors < 40)).float().mean() > 0.5
+
+
+def test_intervals_hold_the_share():
+    assert wilson(0, 0) == (0.0, 1.0)
+    low, high = wilson(495, 500)
+    assert low == pytest.approx(0.9768, abs=1e-3) and high == pytest.approx(0.9957, abs=1e-3)
+    assert wilson(500, 500)[1] == pytest.approx(1.0) and wilson(0, 500)[0] == pytest.approx(0.0)
+
+
+def test_a_table_of_temperatures_mends_an_overconfident_head():
+    draw = torch.Generator().manual_seed(3)
+    truth = torch.rand(4000, 5, generator=draw)
+    hits = torch.rand(4000, 5, generator=draw) < truth
+    table = temperatures(hits, torch.logit(truth, 1e-4) * 3)
+    assert table[0] == pytest.approx(3.0, rel=0.15) and len(table) == 5
+
+
+def test_pictures_reach_the_model(made):
+    shards = Shards(made / "data", 1024, 0)
+    image = Tokenizer.from_file(made / "tokenizer.json").added_token_id("<｜deepseek_image｜>")
+    seen = 0
+    for number in range(shards.per_epoch):
+        batch = shards.batch(number)
+        for ids, pixels in zip(batch.ids, batch.images, strict=True):
+            assert (ids == image).sum() == 14 * len(pixels)
+            seen += len(pixels)
+    assert seen > 3
