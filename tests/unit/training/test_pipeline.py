@@ -1,4 +1,4 @@
-"""Every stage on the smallest model, in seconds: tokenizer, shards, three stages with a stop in between, export, measures, card;
+"""Every stage on the smallest model, in seconds: tokenizer, shards, three stages with a stop between, export, measures, card;
 and the pieces that stages are made of."""
 
 import argparse
@@ -7,6 +7,10 @@ import json
 import numpy as np
 import pytest
 import torch
+
+from headrace.engine.loader import load_model
+from headrace.engine.models.v41.training import TrainingModel
+from headrace.recipe import Tokenizer
 from models.training import card, losses
 from models.training.__main__ import main
 from models.training.evaluate import wilson
@@ -19,10 +23,6 @@ from models.training.runs import Run
 from models.training.shards import Shards
 from models.training.tokenizer import texts, train
 from models.training.train import Trainer
-
-from headrace.engine.loader import load_model
-from headrace.engine.models.v41.training import TrainingModel
-from headrace.recipe import Tokenizer
 
 SHARES = {"small_talk": 2, "compare": 2, "table": 2, "short_needle": 2, "picture": 2}
 
@@ -111,7 +111,8 @@ def test_all_stages_lead_to_a_checkpoint_that_is_served(trained, tmp_path):
 def test_the_draft_stage_leaves_the_target_alone(trained):
     before, after = trained.state("anneal")["model"], trained.state("draft")["model"]
     for name in before:
-        assert torch.equal(before[name], after[name]) != (name.startswith("mtp.") and not name.endswith(("bias", "bias_vl"))), name
+        moved = name.startswith("mtp.") and not name.endswith(("bias", "bias_vl"))
+        assert torch.equal(before[name], after[name]) != moved, name
 
 
 def test_every_part_has_moved(trained):
