@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=cores(), metavar="N", help="default: one per core, %(default)s")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one schedule and tell what happened")
     parser.add_argument("--trace", action="store_true", help="with --replay: print every message that arrives")
-    parser.add_argument("--mutate", metavar="NAME", help="take a guard away (or `all`, in turn) until a violation is found")
+    parser.add_argument("--mutate", metavar="NAME", help="take guards away, one after the other (names with commas, or `all`)")
     parser.add_argument("--bases", type=int, default=1, metavar="N", help="with --mutate: median over N first seeds")
     parser.add_argument("--keep-going", action="store_true", help="don't stop at the first schedule that fails")
     parser.add_argument("--no-shrink", action="store_true", help="don't look for a smaller schedule that fails too")
@@ -130,7 +130,7 @@ def replay(args: argparse.Namespace) -> int:
 
 def mutate(args: argparse.Namespace) -> int:
     """The table of guards: how soon the simulation fails without each."""
-    names = list(MUTATIONS) if args.mutate == "all" else [args.mutate]
+    names = list(MUTATIONS) if args.mutate == "all" else args.mutate.split(",")
     unknown = [name for name in names if name not in MUTATIONS]
     if unknown:
         print(f"no mutation {unknown[0]!r}; there are {', '.join(MUTATIONS)}", file=sys.stderr)

@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 EPOCH = 1_700_000_000.0  # what `time.time` says when the simulated clock says 0
-NEVER = float("inf")
+SPINS = 2000  # turns at one moment: somebody waits for something without letting time pass
 
 
 class Handle:
@@ -49,6 +49,7 @@ class Schedule:
         self.now = now
         self.turns = 0
         self.halted = False  # nothing more is to happen
+        self.spins = 0  # turns since the clock last moved
         self._heap: list[tuple[float, int, ProcessLoop | None, Any, tuple]] = []
         self._ties = 0
         self._runnable: deque[ProcessLoop] = deque()
@@ -75,7 +76,7 @@ class Schedule:
                     break
                 _, _, loop, what, args = heappop(heap)
                 if when > self.now:
-                    self.now = when
+                    self.now, self.spins = when, 0
                 if loop is None:
                     what(*args)
                 elif what.call is not None:
@@ -84,7 +85,10 @@ class Schedule:
                 loop = runnable.popleft()
                 if loop.turn():
                     self.turns += 1
+                    self.spins += 1
                     loop.after_turn()
+                    if self.spins > SPINS:
+                        loop.world.spinning(loop.process, loop.names())
             else:
                 break
         self.now = max(self.now, until)
@@ -203,6 +207,10 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             self._schedule.runnable(self)
         return True
 
+    def names(self) -> list[str]:
+        """Of the tasks that have not ended, with the lines at which each waits, from outside to inside."""
+        return [" > ".join(_waits(task.get_coro())) for task in self._tasks if not task.done()]
+
     def stop_running(self) -> None:
         """SIGSTOP"""
         self.stopped = True
@@ -232,3 +240,14 @@ class ProcessLoop(asyncio.AbstractEventLoop):
                     task.get_coro().close()
         self._tasks.clear()
         self._ready.clear()
+
+
+def _waits(coroutine: Any) -> list[str]:
+    out = []
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None)
+        if frame is None:
+            break
+        out.append(f"{coroutine.__qualname__}:{frame.f_lineno}")
+        coroutine = coroutine.cr_await
+    return out

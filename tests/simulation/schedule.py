@@ -236,9 +236,9 @@ def draw(seed: int) -> Plan:
 
 
 # How dense a schedule is: what finds most taken-away guards per second of computing (`benchmarks/simulation.md`).
-REQUESTS, REQUESTS_WITHIN = (2, 9), 3.0
-FAULTS, FAULTS_WITHIN, LONG = (0, 1, 2, 2, 3, 4, 6), 4.0, 5.0
-PROBED = 1.0
+REQUESTS, REQUESTS_WITHIN = (1, 6), 0.8
+FAULTS, FAULTS_WITHIN, LONG = (1, 1, 2, 2, 3, 4), 1.0, 3.0
+PROBED = 0.2
 
 
 def _fault(rng: random.Random, counts: dict[str, int]) -> Any:

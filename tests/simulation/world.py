@@ -376,6 +376,9 @@ class World:
         where = "".join(traceback.format_exception(error)[-2:]).strip() if error is not None else ""
         self.violate(f"{event.get('event')}: {event.get('why', '')} {where}".replace("\n", " | "))
 
+    def spinning(self, process: Process, tasks: list[str]) -> None:
+        self.violate(f"{process.role}{process.place[1]} spins: many turns in no time; its tasks: {', '.join(tasks)}")
+
     def on_exception(self, process: Process, context: dict) -> None:
         if not (self.over or process.dead):
             error = context.get("exception")

@@ -254,11 +254,11 @@ class Dispatcher:
             except Disconnected:
                 if record.emitted:
                     return
-                await self._wait_for_bus(record)
-                self._send_cancel("decode", pair[1].instance, record, "failed")
+                self._send_cancel("decode", pair[1].instance, record, "failed")  # before the wait: the client may leave in it
                 if pair[0] is not pair[1]:
                     self._send_cancel("prefill", pair[0].instance, record, "failed")
                 self._let_go(record)
+                await self._wait_for_bus(record)
                 continue
             if record.watching:
                 self._leave_line(record)
@@ -682,6 +682,7 @@ class Dispatcher:
         self._grace = None
         if not self.bus.connected:
             for record in list(self.records.values()):
+                self._cancel_legs(record, "failed")
                 self._fail(record, errors.bus_down())
 
     def _on_reconnect(self) -> None:
@@ -706,18 +707,18 @@ class Dispatcher:
             self._send_cancel("prefill", record.prefill.instance, record, reason)
 
     def _send_cancel(self, role: str, instance: str, record: Record, reason: str, keep: dict[int, int] | None = None) -> None:
-        self._cancel(role, instance, m.Cancel(record.request, record.attempt, reason, keep or {}))
+        self._cancel(role, instance, m.Cancel(record.request, record.attempt, reason, keep or {}), record.deadline)
 
-    def _cancel(self, role: str, instance: str, cancel: m.Cancel) -> None:
+    def _cancel(self, role: str, instance: str, cancel: m.Cancel, until: float = 0.0) -> None:
         if role == "decode":
             self._told[cancel.request, cancel.attempt] = None
             if len(self._told) > REMEMBERED:
                 self._told.popitem(last=False)
-        self._side_task(self._tell_cancel(role, instance, cancel))
+        self._side_task(self._tell_cancel(role, instance, cancel, until))
 
     async def _tell_cancel(self, role: str, instance: str, cancel: m.Cancel, until: float = 0.0) -> None:
-        """Until it is acknowledged, or `until` the attempt's deadline ends it anyway; a worker that is gone needs none, and a
-        gateway that is off the bus loses its lease."""
+        """Until it is acknowledged, or `until` the attempt's deadline ends it anyway; a worker that is gone needs none. While we
+        are off the bus it waits: so may the worker be, and then it ends nothing of ours by itself."""
         for tries in itertools.count(1):
             try:
                 await self.bus.request(role, instance, "cancel", cancel, self.settings.command_seconds)
@@ -725,6 +726,11 @@ class Dispatcher:
             except BusTimeout:
                 if tries >= CANCEL_TRIES and time.monotonic() > until:
                     return
+            except Disconnected:
+                while not self.bus.connected:
+                    if time.monotonic() > until:
+                        return
+                    await asyncio.sleep(TICK_SECONDS)
             except BusError:
                 return
 

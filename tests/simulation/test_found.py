@@ -1,0 +1,57 @@
+"""Schedules that once failed, written out: they hold whatever `schedule.draw` makes of a seed later."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from runner import simulate
+from schedule import PROBES, Config, Hurt, Message, Plan, Request, Span, When
+from simulated import installed
+
+
+def config(**other) -> Config:
+    usual = {
+        "counts": {"gateway": 1, "prefill": 1, "decode": 1, "kvstore": 0}, "transports": ["shm"], "decode_blocks": 24,
+        "prefill_blocks": 24, "max_num_seqs": 8, "slab_slots": 2, "chunk": 256, "checksums": False, "ticket_seconds": 1.0,
+        "store_seconds": 1.0, "store_objects": 400, "queue_seconds": 20.0, "prefill_seconds": 0.0005, "step_seconds": 0.01,
+        "tick_seconds": 0.05, "latency": 0.0005, "overtake": 0.0,
+    }  # fmt: skip
+    return Config(**usual | other)
+
+
+FOUND = {
+    "a flag that never comes fails its request and frees its slot": Plan(
+        14, config(), (Request(0.05, 363, 1), Request(0.08, 143, 0)), (Message("Flag", 1, "drop"),), PROBES
+    ),
+    "a client that leaves while the bus is down gives its credit back": Plan(
+        86, config(), (Request(0.635, 134, 1, cancel_after=0.368),),
+        (Span("bus down", 0.782, 0.554), Hurt("cut mute", "decode", 0, 0.456, 0.442)),
+    ),
+    "a request that the bus was down for too long gives its credit back": Plan(
+        87, config(), (Request(0.635, 134, 1),), (Span("bus down", 0.637, 12.0), When("Admitted", 1, "sender", "stop", 0.1)),
+    ),
+    "a deadline that passes while no worker is there ends the request": Plan(
+        49, config(transports=["tcp"], queue_seconds=1.0, max_num_seqs=2), (Request(0.75, 170, 1, n=2, deadline=2.0),),
+        (Hurt("cut mute", "prefill", 0, 0.199, 2.843),),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_is_mended(name):
+    with installed():
+        world = simulate(FOUND[name])
+    assert world.violations == [] and world.asked
+
+
+def test_they_are_told_when_they_are_not_mended():
+    """The same, with a guard taken away: it is the check that makes the others worth something."""
+    from mutations import without
+
+    plan = Plan(1, config(), (Request(0.7, 36, 1), Request(0.05, 363, 1)), (Message("Out", 1, "double"),))
+    with installed(), without("index"):
+        world = simulate(plan)
+    assert "got token 0 of choice 0 after 1" in world.violations[0]
