@@ -27,8 +27,8 @@ from headrace.bus import service as bus_service
 from headrace.gateway.dispatch import Dispatcher
 from headrace.gateway.routing import Router
 from headrace.gateway.settings import GatewaySettings
+from headrace.kv.arena import ALIGN
 from headrace.kvstore import service as kvstore_service
-from headrace.kvstore.arena import ALIGN
 from headrace.kvstore.service import KvStoreService
 from headrace.transfer import peer as transfer_peer
 from headrace.transfer import server as transfer_server

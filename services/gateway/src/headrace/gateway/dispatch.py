@@ -717,8 +717,8 @@ class Dispatcher:
         self._side_task(self._tell_cancel(role, instance, cancel, until))
 
     async def _tell_cancel(self, role: str, instance: str, cancel: m.Cancel, until: float = 0.0) -> None:
-        """Until it is acknowledged, or `until` the attempt's deadline ends it anyway; a worker that is gone needs none. While we
-        are off the bus it waits: so may the worker be, and then it ends nothing of ours by itself."""
+        """Until it is acknowledged, or `until` the attempt's deadline ends it anyway; a worker that is gone needs none. While
+        we are off the bus it waits: so may the worker be, and then it ends nothing of ours by itself."""
         for tries in itertools.count(1):
             try:
                 await self.bus.request(role, instance, "cancel", cancel, self.settings.command_seconds)
