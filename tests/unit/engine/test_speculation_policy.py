@@ -1,0 +1,220 @@
+"""The policy of speculative decoding as pure functions: budgets, lengths, step times, the gate, calibration files."""
+
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.engine import api
+from headrace.engine import sequence as seq
+from headrace.engine.speculation import (
+    CLOSED_STEPS,
+    GATE_STEPS,
+    PROBE_STEPS,
+    Costs,
+    Options,
+    Ready,
+    Speculator,
+    StepCurve,
+    best_budget,
+    read_temperatures,
+    survival_of,
+    top_lengths,
+)
+
+blocks = st.lists(st.lists(st.floats(0.01, 1.0), max_size=5), min_size=1, max_size=6).map(
+    lambda lists: [sorted(one, reverse=True) for one in lists]
+)
+curves = st.lists(st.floats(0.1, 3.0), min_size=2, max_size=6).map(lambda v: StepCurve({2**i: s for i, s in enumerate(v)}))
+
+
+def rate(survival, lengths, seconds):
+    tau = sum(1 + sum(block[:n]) for block, n in zip(survival, lengths, strict=True))
+    return tau / seconds(len(survival) + sum(lengths))
+
+
+@given(blocks, curves, st.integers(0, 40))
+def test_the_search_over_all_budgets_finds_the_best_and_no_other_lengths_are_better(survival, curve, most):
+    budget = best_budget(survival, len(survival), curve, most, early_stop=False)
+    best = rate(survival, top_lengths(survival, budget), curve)
+    rng = random.Random(1)
+    assert budget <= most
+    for _ in range(50):
+        lengths = [rng.randint(0, len(block)) for block in survival]
+        if sum(lengths) <= most:
+            assert rate(survival, lengths, curve) <= best * (1 + 1e-9)
+
+
+@given(blocks, curves)
+def test_early_stop_is_the_first_peak_and_does_not_depend_on_what_comes_behind_it(survival, curve):
+    """Algorithm 1: whether a draft is admitted is settled by those that are at least as likely."""
+    rows, most = len(survival), 40
+    budget = best_budget(survival, rows, curve, most, early_stop=True)
+    rates = [rate(survival, top_lengths(survival, k), curve) for k in range(budget + 1)]
+    assert all(a < b for a, b in zip(rates, rates[1:], strict=False))
+    ranked = sorted((a for block in survival for a in block), reverse=True)
+    if budget < len(ranked):
+        floor = ranked[budget]  # the first that is refused; all behind it may be anything
+        changed = [[a if a >= floor else 0.0 for a in block] for block in survival]
+        assert best_budget(changed, rows, curve, most, early_stop=True) == budget
+
+
+def test_the_papers_example():
+    """SPS(1, 2, 3) = 1, 0.5, 0.45 and a = 0.8: behind the first draft, which does not help, a certain second one would."""
+    curve = StepCurve({1: 1.0, 2: 1 / 0.5, 3: 1 / 0.45})
+    for second, without in ((0.8, 2), (0.0, 0)):
+        assert best_budget([[0.8, second]], 1, curve, 9, early_stop=True) == 0
+        assert best_budget([[0.8, second]], 1, curve, 9, early_stop=False) == without
+
+
+@given(blocks, st.integers(0, 40))
+def test_lengths_are_prefixes_of_the_likeliest(survival, budget):
+    lengths = top_lengths(survival, budget)
+    assert sum(lengths) == min(budget, sum(map(len, survival)))
+    admitted = [a for block, n in zip(survival, lengths, strict=True) for a in block[:n]]
+    refused = [a for block, n in zip(survival, lengths, strict=True) for a in block[n:]]
+    assert not admitted or not refused or min(admitted) >= max(refused)
+
+
+def test_ties_go_to_the_lower_position_then_to_the_earlier_sequence():
+    assert top_lengths([[0.5, 0.5], [0.5, 0.5], [0.5]], 3) == [1, 1, 1]
+    assert top_lengths([[0.5, 0.5], [0.5, 0.5]], 3) == [2, 1]
+
+
+def test_survival_is_the_product_of_calibrated_confidences():
+    assert survival_of([0.0, 0.0], [1.0, 1.0]) == [0.5, 0.25]
+    assert survival_of([2.0], [2.0]) == [1 / (1 + math.exp(-1))]
+    assert survival_of([1e9, -1e9], [1.0, 1.0])[1] < 1e-20
+
+
+def test_a_calibration_file_is_read_or_named(tmp_path):
+    path = tmp_path / "sts.json"
+    for content, message in (
+        (None, "No such file"),
+        ("{", "draft_calibration"),
+        ("[1, 2]", "temperatures"),
+        ('{"temperatures": [1, -2]}', "positive"),
+        ('{"temperatures": [1, 2, 3]}', "3 temperatures; this draft's block has 2"),
+    ):
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_temperatures(path, 2)
+    path.write_text(json.dumps({"temperatures": [1, 0.5], "dataset": "x", "num_samples": 9}))
+    assert read_temperatures(path, 2) == [1.0, 0.5]
+
+
+def test_a_curve_is_straight_between_points_and_rises_behind_them():
+    curve = StepCurve({1: 1.0, 3: 2.0, 5: 6.0})
+    assert [curve(n) for n in (1, 2, 3, 4, 5, 6)] == [1.0, 1.5, 2.0, 4.0, 6.0, 8.0]
+    falling = StepCurve({1: 2.0, 2: 1.0})
+    assert falling(5) == 1.0 and StepCurve({4: 3.0})(100) == 3.0
+    with pytest.raises(ValueError, match="points"):
+        StepCurve({})
+
+
+@given(st.floats(0.2, 5.0), st.integers(1, 64))
+def test_a_curve_learns_what_is_measured(factor, size):
+    """A machine that is slower everywhere moves everything; a size that is slower moves most where it is."""
+    curve = StepCurve({1: 1.0, 8: 2.0, 64: 4.0})
+    want = curve(size) * factor
+    for _ in range(200):
+        curve.observe(size, want)
+    assert math.isclose(curve(size), want, rel_tol=1e-3)
+    assert all(value > 0 for value in curve.values)
+
+
+def sequence(name: str, *survival: float, ids: int = 4, max_tokens: int = 100) -> seq.Sequence:
+    request = api.EngineRequest(name, [5] * ids, [], api.SamplingParams(max_tokens=max_tokens))
+    one = seq.Sequence(request, [5] * ids, [], 0, prompt_len=ids, max_len=ids + max_tokens)
+    one.draft.tokens, one.draft.survival = [7] * len(survival), list(survival)
+    return one
+
+
+def verified(speculator: Speculator, one: seq.Sequence, drafts: int, accepted: int, running=True) -> None:
+    """One step in which `one` verified so many drafts."""
+    speculator.lengths([Ready(one, 5)], 100)
+    plan = seq.Plan(samples=[seq.Sample(one, 0, 4, one.draft.tokens[:drafts])])
+    chosen = [seq.Chosen(7)] * (accepted + 1)
+    result = seq.Result(tokens=[chosen], proposals={one: seq.Proposal([7] * 5, [2.0] * 5)})
+    speculator.settle(plan, result, [one] if running else [])
+
+
+def test_the_gate_closes_after_three_bad_steps_and_opens_again():
+    speculator, one = Speculator(Options(5, budget=100)), sequence("a", *[0.9] * 5)
+    for accepted in (1, 1, 4, 1, 1):  # two bad ones, a good one, two bad ones
+        verified(speculator, one, 5, accepted)
+        assert speculator.wants([one]) == [one]
+    verified(speculator, one, 5, 3)  # 2 of 5 are more than 0.3
+    assert speculator.wants([one]) == [] and speculator.gated == 1
+    other = sequence("b")
+    for _ in range(CLOSED_STEPS - 1):
+        speculator.lengths([Ready(one, 0)], 100)
+        assert speculator.wants([one, other]) == [other]
+    speculator.lengths([], 100)
+    assert speculator.wants([one]) == [one]
+    never = Speculator(Options(5, budget=100, gate=1.0))
+    for _ in range(GATE_STEPS + 1):
+        verified(never, one, 5, 0)
+    assert never.gated == 0
+
+
+def test_drafts_live_for_one_step_and_the_block_before_is_remembered():
+    speculator, one = Speculator(Options(5, budget=100)), sequence("a", 0.9, 0.8)
+    verified(speculator, one, 2, 1)
+    assert one.draft.older == [0.9, 0.8] and len(one.draft.tokens) == 5
+    speculator.settle(seq.Plan(), seq.Result(), [one])
+    assert one.draft.tokens == [] and one.draft.survival == []
+    counts = speculator.counts
+    assert (counts["drafted"][0], counts["verified"][1], counts["accepted"][:2]) == (1, 1, [1, 0])
+
+
+def costs(row: float = 0.0, draft: float = 1e-9) -> Costs:
+    """A step of B rows takes 1 + row * (B - 1) seconds, a draft step `draft`."""
+    return Costs(StepCurve({1: 1.0, 101: 1.0 + 100 * row}), StepCurve({1: draft}))
+
+
+def test_cheap_rows_verify_everything_and_dear_ones_nothing():
+    ready = [Ready(sequence("a", 0.9, 0.5), 5), Ready(sequence("b", 0.8, 0.1), 5)]
+    assert Speculator(Options(5), costs()).lengths(ready, 100) == [2, 2]
+    assert Speculator(Options(5), costs(row=1.0)).lengths(ready, 100) == [0, 0]
+    assert Speculator(Options(5), costs(row=0.25)).lengths(ready, 100) == [1, 1]
+    assert Speculator(Options(5), costs()).lengths(ready, 3) == [2, 1], "rows are left to prompts"
+
+
+def test_the_budget_is_made_from_older_confidences_and_handed_out_by_newer_ones():
+    a, b = sequence("a", 0.99, 0.99), sequence("b", 0.6, 0.5)
+    a.draft.older, b.draft.older = [0.9, 0.0], [0.0, 0.0]
+    speculator = Speculator(Options(5), costs(row=0.3))
+    assert speculator.lengths([Ready(a, 5), Ready(b, 5)], 100) == [1, 0]
+    a.draft.older, b.draft.older = [0.9, 0.9], [0.9, 0.9]
+    assert speculator.lengths([Ready(a, 5), Ready(b, 5)], 100) == [2, 2]
+
+
+def test_drafting_stops_where_it_costs_more_than_it_brings_and_is_tried_again():
+    speculator, one = Speculator(Options(5), costs(draft=10.0)), sequence("a")
+    speculator.lengths([Ready(one, 0)], 100)
+    assert not speculator.pays(1) and speculator.wants([one]) == []
+    for _ in range(PROBE_STEPS):
+        speculator.lengths([Ready(one, 0)], 100)
+    assert speculator.wants([one]) == [one]
+    one.draft.tokens, one.draft.survival = [7], [0.01]
+    assert speculator.lengths([Ready(one, 1)], 100) == [1], "a probe verifies, or nothing would be learned"
+
+
+def test_nobody_drafts_for_the_last_token():
+    speculator = Speculator(Options(5, budget=9))
+    assert speculator.wants([sequence("a", max_tokens=2), sequence("b", max_tokens=3)])[0].name == "b"
+
+
+def test_confidences_that_promise_too_much_are_trusted_less():
+    speculator, one = Speculator(Options(5, budget=100, gate=1.0)), sequence("a", *[0.99] * 5)
+    for _ in range(60):
+        verified(speculator, one, 5, 0)
+    assert speculator.trust < 0.2
+    for _ in range(120):
+        verified(speculator, one, 5, 5)
+    assert speculator.trust > 1.0
