@@ -40,15 +40,16 @@ class Worker(Service):
 
     credits = 64
     refuse: m.Refused | None = None
-    mute = False
+    mute = False  # answers no pings
     max_model_len = 4096
+    checkpoint = "C"
 
     async def start(self):
         await super().start()
         self.set_state("ready")
 
     def describe(self):
-        return {"model": "fake", "engine": "fake", "layout_id": "L", "checkpoint": "C", "block_bytes": 64,
+        return {"model": "fake", "engine": "fake", "layout_id": "L", "checkpoint": self.checkpoint, "block_bytes": 64,
                 "max_model_len": self.max_model_len}  # fmt: skip
 
     def load(self):
@@ -79,6 +80,7 @@ class Decode(Worker):
         self.lose = set()  # numbers of output messages that never arrive
         self.keep = True  # output may be asked for again
         self.finish_last = True
+        self.cached = 3  # prompt tokens that were not recomputed
         self.problem: m.Problem | None = None
         self.go = asyncio.Event()
         self.admits, self.cancels, self.resumes = [], [], []
@@ -105,8 +107,9 @@ class Decode(Worker):
             task.cancel()
             if message.reason == "stop":
                 admit = next(a for a in self.admits if (a.request, a.attempt) == (message.request, message.attempt))
-                usage = m.Usage(admit.prompt_tokens, sum(message.keep.values()))
-                entry = m.OutEntry(admit.request, admit.attempt, 0, 999, b"", finish="stop", usage=usage)
+                counted = sum(message.keep.values())
+                usage = m.Usage(admit.prompt_tokens - admit.output_tokens, counted)
+                entry = m.OutEntry(admit.request, admit.attempt, 0, 999, b"", finish="stop", usage=usage, sampled=counted)
                 asyncio.get_running_loop().call_soon(self.publish, admit.gateway, [entry])
         return m.Done("cancelled")
 
@@ -116,7 +119,7 @@ class Decode(Worker):
             return m.Refused("unknown", "not kept")
         out = self.done.get((message.request, message.attempt, message.choice), [])
         left = out[message.start :]
-        admit = next(a for a in self.admits if a.request == message.request)
+        admit = next(a for a in self.admits if (a.request, a.attempt) == (message.request, message.attempt))
         over = len(out) >= len(self.script) if self.finish_last else False
         usage = m.Usage(admit.prompt_tokens, len(out)) if over else None
         return m.Resumed([m.OutEntry(message.request, message.attempt, message.choice, message.start, m.pack_ids(left), None,
@@ -134,9 +137,9 @@ class Decode(Worker):
 
     async def stream(self, admit: m.Admit):
         n, limit = admit.sampling.n, admit.sampling.max_tokens
-        script = self.script[:limit]
-        outs = [self.done.setdefault((admit.request, admit.attempt, c), []) for c in range(n)]
-        for index, token in enumerate(script):
+        script, begun = self.script[:limit], admit.output_tokens
+        outs = [self.done.setdefault((admit.request, admit.attempt, c), script[:begun]) for c in range(n)]
+        for index, token in enumerate(script[begun:], begun):
             if index == self.hold_at:
                 await self.go.wait()
             if self.problem is not None and index >= 1:
@@ -150,10 +153,12 @@ class Decode(Worker):
             entries = []
             for choice in range(n):
                 outs[choice].append(token)
-                usage = m.Usage(admit.prompt_tokens, n * len(script), 3) if last and choice == n - 1 else None
+                usage = m.Usage(admit.prompt_tokens - begun, n * len(script), 3) if last and choice == n - 1 else None
+                prompt = m.Usage(admit.prompt_tokens - begun, 0, self.cached) if index == begun and not choice else None
                 logprobs = [m.TokenLogprob(token, -0.5, [(token, -0.5), (5, -2.0)])] if admit.sampling.logprobs >= 0 else None
                 entries.append(
-                    m.OutEntry(admit.request, admit.attempt, choice, index, m.pack_ids([token]), logprobs, finish, usage)
+                    m.OutEntry(admit.request, admit.attempt, choice, index, m.pack_ids([token]), logprobs, finish, usage, None,
+                               len(script) if finish else 0, prompt)
                 )
             self.publish(admit.gateway, entries)
             await asyncio.sleep(self.delay)
@@ -196,15 +201,17 @@ class Cluster:
     def settings(self, cls=Settings, **more):
         return cls(nats_url=self.nats.url, **more)
 
-    async def add_decode(self) -> Decode:
+    async def add_decode(self, checkpoint="C") -> Decode:
         worker = Decode(self.settings(), self.script)
+        worker.checkpoint = checkpoint
         self.by_name[worker.instance] = worker
         await worker.start()
         self.decodes.append(worker)
         return worker
 
-    async def add_prefill(self) -> Prefill:
+    async def add_prefill(self, checkpoint="C") -> Prefill:
         worker = Prefill(self.settings(), self.by_name)
+        worker.checkpoint = checkpoint
         await worker.start()
         self.prefills.append(worker)
         return worker

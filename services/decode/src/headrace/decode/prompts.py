@@ -87,6 +87,8 @@ class Prompts:
             namespace=admit.namespace,
             priority=admit.priority,
             deadline=request.deadline,
+            output_tokens=admit.output_tokens,
+            first_choice=admit.first_choice,
         )
         try:
             service.engine.submit(wanted)

@@ -253,7 +253,6 @@ class Api:
 
         collect = None if parsed.stream else endpoint.collect
         reply = Reply(exchange, make(), endpoint.protocol, settings.dialect, collect, len(prompts))
-        reply.remake = make
         if parsed.conversation.tools_active and (gateway.models.replay is not None or parsed.parsing.repair):
             reply.over = partial(self._turn_over, exchange.request_id, namespace, parsed.sampling.ignore_eos)
         return reply

@@ -4,8 +4,8 @@ Knows: admit -> run -> output, attempts, gaps, death, deadlines, cancelling, wai
 protocols, text; what comes out goes to the record's `Sink`.
 
 One `Record` per request and no task of its own: `Dispatcher.run` is awaited by whoever brought the request; output arrives in a
-synchronous callback and goes straight through to the sink. An attempt is one (request, attempt) pair of legs; a request
-that has no output yet may get another attempt elsewhere, one that has ends with an error.
+synchronous callback and goes straight through to the sink. An attempt is one (request, attempt) pair of legs. A request whose
+attempt is lost gets another one elsewhere; one that has output already goes on behind it (`record.py`), each choice by itself.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import asyncio
 import itertools
 import time
 from array import array
-from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from bisect import insort
+from collections import OrderedDict
+from typing import Any
 
 import structlog
 
@@ -25,7 +25,7 @@ from headrace.bus import messages as m
 
 from . import errors
 from .errors import GatewayError
-from .images import Seen
+from .record import Choice, Record
 from .routing import Group, Router, Worker
 
 REMEMBERED = 8192  # cancelled attempts whose late output is no surprise
@@ -40,96 +40,6 @@ TAIL_SECONDS = 0.25  # after presence says more was sent than arrived, wait this
 log = structlog.get_logger("headrace.gateway")
 
 
-class Sink(Protocol):
-    """Where a request's output goes. Called synchronously, in order; must not block."""
-
-    def tokens(self, choice: int, ids: array, logprobs: list[m.TokenLogprob] | None) -> int:
-        """New tokens of a choice. -> -1, or how many tokens of the choice count, because a text stop ended it here."""
-
-    def finish(self, choice: int, reason: str, last: bool) -> None:
-        """A choice is over. `last`: all are; `end` follows, with the usage that belongs to the last one."""
-
-    def end(self, usage: m.Usage) -> None:
-        """Every choice is over, and this is what the request took."""
-
-    def restart(self) -> bool:
-        """Forget all output, if none of it has left: it will come again from another worker. -> whether that was possible"""
-
-    def tick(self, now: float, silence: float) -> None:
-        """Called now and then; a stream that was silent for so many seconds may say that it lives."""
-
-    def flush(self) -> None:
-        """Nothing more for now: what came since the last flush goes out in one write. `end` and `fail` flush too."""
-
-    def fail(self, error: GatewayError) -> None:
-        """Nothing more comes. A request ends with exactly one `end` or `fail`, unless it was shed or its task cancelled."""
-
-
-class Choice:
-    """One of n outputs. `next`: index of the next token that is wanted. `kept`: tokens that count, once a text stop ended it
-    here; decode goes on until it is told. `finished`: decode says that it is over. `resuming`: lost output is being asked for;
-    `behind`: more of it is missing than that question was about."""
-
-    __slots__ = ("behind", "finished", "kept", "next", "resuming")
-
-    def __init__(self) -> None:
-        self.next = 0
-        self.kept = -1
-        self.finished = False
-        self.resuming = self.behind = False
-
-
-class Record:
-    """One prompt on its way. `Dispatcher.run` takes it."""
-
-    __slots__ = (
-        "attempt", "choices", "client_id", "deadline", "decode", "emitted", "ended", "group", "hashes", "ids", "left",
-        "losses", "namespace", "open", "outcome", "prefill", "priority", "queued", "received", "request", "sampling",
-        "blind", "look_again", "seconds", "seen", "settled", "sink", "traceparent", "turn", "usage", "watching",
-    )  # fmt: skip
-
-    def __init__(
-        self, request: str, *, sink: Sink, group: Group, ids: array, hashes: list[bytes], namespace: bytes,
-        sampling: m.Sampling, seconds: float, received: float, priority: int = 0, client_id: str = "", traceparent: str = "",
-    ):  # fmt: skip
-        """`seconds`: until the deadline, from `received` (monotonic) on. The ids are for the bus and traces."""
-        self.request, self.received = request, received
-        self.sink, self.group, self.ids, self.hashes, self.namespace = sink, group, ids, hashes, namespace
-        self.sampling, self.priority, self.client_id, self.traceparent = sampling, priority, client_id, traceparent
-        self.seconds = seconds
-        self.deadline = self.received + seconds
-        self.attempt = 0  # numbers every try, also refused ones
-        self.losses = 0  # attempts that were accepted and then lost
-        self.choices: list[Choice] = []
-        self.left = 0  # choices that still have output to come
-        self.open = 0  # choices that decode has not finished
-        self.usage: m.Usage | None = None
-        self.queued = 0.0  # since when it waits in line; 0: it does not
-        self.emitted = False  # the running attempt has given output
-        self.ended = False
-        self.outcome: asyncio.Future[str] | None = None  # of the running attempt: "done" or "retry"
-        self.prefill: Worker | None = None
-        self.decode: Worker | None = None
-        self.watching: tuple[str, ...] = ()
-        self.turn: asyncio.Future[None] | None = None  # in the line
-        self.settled = 0.0  # all text is out; decode's last word with the usage is awaited until then
-
-        self.seen: Seen | None = None  # its images; they go with every attempt
-        self.look_again: Callable[[Seen], Awaitable[None]] | None = None  # have them identified once more
-        self.blind = False  # that must be done before the next attempt
-
-        self.expect_output()
-
-    def expect_output(self) -> None:
-        """From the first token on; again for every attempt."""
-        self.choices = [Choice() for _ in range(self.sampling.n)]
-        self.left = self.open = self.sampling.n
-        self.emitted, self.usage = False, None
-
-    def remaining(self) -> float:
-        return self.deadline - time.monotonic()
-
-
 class Dispatcher:
     """All requests of this gateway."""
 
@@ -139,13 +49,14 @@ class Dispatcher:
         self.records: dict[str, Record] = {}
         self.prober = Prober(bus, gateway, self.worker_died, self._on_pong)
         self.counters = dict.fromkeys(
-            ("retries", "gaps", "resumes", "unknown_outputs", "stale_outputs", "deaths", "deadlines", "cancels", "queued"), 0
-        )
+            ("retries", "migrations", "gaps", "resumes", "unknown_outputs", "stale_outputs", "deaths", "deadlines", "cancels",
+             "queued"), 0,
+        )  # fmt: skip
         self._loop = asyncio.get_running_loop()
         self._told: OrderedDict[tuple[str, int], None] = OrderedDict()  # attempts that decode was told to stop
         self.queued = 0  # requests in the line
         self._trying = 0  # of them, those that were called up and look for room now
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: list[tuple[tuple[int, int, int], asyncio.Future[None]]] = []  # the line, in order of service
         self._nudge: asyncio.TimerHandle | None = None
         self._ticking = False
         self._seq: dict[str, tuple[int, int]] = {}  # instance -> epoch, last Out.seq
@@ -154,6 +65,7 @@ class Dispatcher:
         self._grace: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+        self._arrivals = itertools.count(1)
 
     async def start(self) -> None:
         await self.bus.subscribe(subjects.out(self.gateway), self.on_out)
@@ -188,6 +100,10 @@ class Dispatcher:
         if len(self.records) >= self.settings.max_requests:
             limit = self.settings.max_requests
             return record.sink.fail(errors.busy(f"{len(self.records)} requests are in flight here; the limit is {limit}"))
+        record.arrival = next(self._arrivals)
+        await self._carry(record)
+
+    async def _carry(self, record: Record) -> None:
         self.records[record.request] = record
         self._idle.clear()
         if not self._ticking:
@@ -195,11 +111,14 @@ class Dispatcher:
             self._loop.call_later(TICK_SECONDS, self._tick)
         try:
             while not record.ended:
+                if record.parts:
+                    await asyncio.gather(*map(self._carry, record.parts))
+                    continue
                 await self._place(record)
-                if not record.ended:
+                if not record.ended and not record.parts:
                     await record.outcome  # type: ignore[misc]
         except GatewayError as error:
-            self._fail(record, error)
+            self._fail(record, errors.not_continued(error) if record.begun else error)
         finally:
             self.shed(record)  # cancelled, or something broke here; does nothing when it ended by itself
             self._forget(record)
@@ -235,9 +154,12 @@ class Dispatcher:
         if record.blind:
             record.blind = False
             await record.look_again(record.seen)  # type: ignore[misc, arg-type]
-        while not record.ended:
-            group = record.group = self.router.group(record.group.model) or record.group
-            pair = self.router.choose(group, record.hashes, len(record.ids), excluded)
+        while not record.ended and not record.parts:
+            group = record.group = self._group(record)
+            pair = self.router.choose(group, record.prompt.hashes, len(record.prompt.ids), excluded | record.shunned)
+            if pair is None and record.shunned:
+                record.shunned = frozenset()  # there is nobody else
+                continue
             if pair is None:
                 if refusal is not None and refusal.code in ("busy", "full"):
                     nobody = 0.0
@@ -253,7 +175,7 @@ class Dispatcher:
                 refusal = await self._try(record, *pair, excluded) or refusal
             except Disconnected:
                 if record.emitted:
-                    return
+                    break
                 self._send_cancel("decode", pair[1].instance, record, "failed")  # before the wait: the client may leave in it
                 if pair[0] is not pair[1]:
                     self._send_cancel("prefill", pair[0].instance, record, "failed")
@@ -261,9 +183,16 @@ class Dispatcher:
                 await self._wait_for_bus(record)
                 continue
             if record.watching:
-                self._leave_line(record)
-                self.capacity()  # where one found room, the next may too
-                return
+                break
+        self._leave_line(record)
+        self.capacity()  # where one found room, the next may too
+
+    def _group(self, record: Record) -> Group:
+        """The workers of its model now. Output of one checkpoint is not continued by another. Raises GatewayError."""
+        group = self.router.group(record.group.model) or record.group
+        if record.begun and (group.layout_id, group.checkpoint) != record.origin:
+            raise errors.no_workers(f"worker with the checkpoint that began this output ({record.group.checkpoint})")
+        return group
 
     def _check_patience(self, group: Group, refusal: m.Refused | None, nobody: float) -> None:
         """Raises what the client is told when waiting is no use, or no worker has come since `nobody`."""
@@ -275,14 +204,14 @@ class Dispatcher:
 
     async def _try(self, record: Record, prefill: Worker, decode: Worker, excluded: set[str]) -> m.Refused | None:
         """One attempt at one pair: None when it runs, else what refused, which is then excluded."""
-        settings, request, attempt = self.settings, record.request, record.attempt
+        settings, request, attempt, prompt = self.settings, record.request, record.attempt, record.prompt
         timeout = min(settings.command_seconds, record.remaining())
         patience = timeout if record.sampling.grammar is None else min(settings.grammar_seconds, record.remaining())
         started = time.monotonic()
         admit = m.Admit(
-            request, attempt, self.gateway, self.epoch, len(record.ids), b"".join(record.hashes), record.namespace,
+            request, attempt, self.gateway, self.epoch, len(prompt.ids), b"".join(prompt.hashes), record.namespace,
             record.sampling, record.remaining(), record.priority, record.client_id, record.traceparent,
-            record.seen.spans if record.seen else [],
+            record.images, prompt.output, record.first_choice,
         )  # fmt: skip
         try:
             answer = await self._command(decode, "admit", admit, patience, record)
@@ -304,15 +233,15 @@ class Dispatcher:
         )
 
         record.prefill, record.decode = prefill, decode
-        self.router.sent(prefill, decode, record.hashes, len(record.ids))
+        self.router.sent(prefill, decode, prompt.hashes, len(prompt.ids))
         record.watching = (decode.instance, prefill.instance)
         self.prober.watch("decode", decode.instance)
         self.prober.watch(prefill.presence.role, prefill.instance)
         accepted = await self._command(
             prefill, "run",
-            m.Run(request, attempt, self.gateway, decode.instance, answer.have, record.ids.tobytes(), b"".join(record.hashes),
+            m.Run(request, attempt, self.gateway, decode.instance, answer.have, prompt.ids.tobytes(), b"".join(prompt.hashes),
                   record.namespace, record.remaining(), record.priority, record.client_id, record.traceparent,
-                  record.seen.spans if record.seen else [], record.seen.vision if record.seen else ""),
+                  record.images, record.seen.vision if record.seen else ""),
             timeout, record,
         )  # fmt: skip
         if isinstance(accepted, m.Accepted):
@@ -357,18 +286,18 @@ class Dispatcher:
         """Wait in line for room at a worker, or for one to come: nobody is there since `nobody`. Raises GatewayError when it
         takes too long or the line is too long."""
         turn = record.turn = self._loop.create_future()
-        if record.queued:  # it has been at the head of the line, and found no room
+        place = record.place, turn
+        if record.queued:  # it was called up, and found no room
             self._trying -= 1
-            self._waiting.appendleft(turn)
         else:
-            if self.queued >= self.settings.max_queue:
+            if self.queued >= self.settings.max_queue and not record.begun:
                 raise errors.busy(f"all workers are busy and {self.queued} requests wait already")
             record.queued = time.monotonic()
             self.queued += 1
             self.counters["queued"] += 1
             self.trace.event(record.request, "gateway.queued", None, waiting=self.queued)
-            self._waiting.append(turn)
             self._loop.call_soon(self.capacity)
+        insort(self._waiting, place, key=_place)
         if self._nudge is None:
             self._nudge = self._loop.call_later(NUDGE_SECONDS, self._on_nudge)
         until = nobody + self.settings.worker_seconds if nobody else record.queued + self.settings.queue_seconds
@@ -381,8 +310,8 @@ class Dispatcher:
             elif not nobody:
                 raise errors.busy(f"no worker had room within {self.settings.queue_seconds:g} s") from None
         finally:
-            if turn in self._waiting:  # not called up: its time is over, or its client gone
-                self._waiting.remove(turn)
+            if place in self._waiting:  # not called up: its time is over, or its client gone
+                self._waiting.remove(place)
                 self._trying += 1
 
     def _leave_line(self, record: Record) -> None:
@@ -400,7 +329,7 @@ class Dispatcher:
         """There may be room: let as many try, in their order, as the workers' last words allow, and always one."""
         room = max(1, self.router.room()) - self._trying
         for _ in range(min(room, len(self._waiting))):
-            turn = self._waiting.popleft()
+            _, turn = self._waiting.pop(0)
             self._trying += 1
             if not turn.done():
                 turn.set_result(None)
@@ -447,8 +376,12 @@ class Dispatcher:
         choice = record.choices[entry.choice]
         if choice.finished:
             return
+        if entry.prompt is not None and record.prompt_usage is None:
+            record.prompt_usage = entry.prompt
         if entry.usage is not None:
             record.usage = entry.usage
+        if entry.finish:
+            choice.sampled = entry.sampled
         if choice.kept >= 0:  # a text stop ended it; decode's last word brings the usage
             if entry.finish:
                 self._choice_finished(record, choice)
@@ -466,7 +399,7 @@ class Dispatcher:
             return self._leg_failed(record, instance, m.Problem(500, "aborted", "the decode worker ended this request"))
         if not ids and not entry.finish:
             return
-        choice.next += len(ids)
+        choice.ids += ids
         if not record.emitted:
             self._first_output(record)
         sink = record.sink
@@ -493,15 +426,17 @@ class Dispatcher:
         """The request is over and went well; without a last word from decode its usage is what is known here."""
         if record.ended:
             return
-        usage = record.usage or m.Usage(len(record.ids), sum(c.kept if c.kept >= 0 else c.next for c in record.choices))
+        usage = record.total_usage()
         self._end(record)
         self.trace.event(record.request, "gateway.finished", (time.monotonic() - record.received) * 1e3,
                          tokens=usage.completion_tokens, cached=usage.cached_tokens)  # fmt: skip
         record.sink.end(usage)
 
     def _first_output(self, record: Record) -> None:
-        record.emitted = True
-        self.trace.event(record.request, "gateway.first_token", (time.monotonic() - record.received) * 1e3)
+        record.emitted, record.losses = True, 0
+        if not record.begun:
+            record.origin = record.group.layout_id, record.group.checkpoint
+            self.trace.event(record.request, "gateway.first_token", (time.monotonic() - record.received) * 1e3)
         if len(record.watching) == 2:  # prefill's part is over
             self.prober.unwatch(record.watching[1])
             record.watching = record.watching[:1]
@@ -561,7 +496,7 @@ class Dispatcher:
                     self._on_entry(record, entry, instance)
         elif isinstance(answer, m.Refused):
             self._lost(
-                record, instance, errors.worker_lost("decode", f"output was lost and can't be repeated: {answer.message}")
+                record, instance, errors.worker_died("decode", f"output was lost and can't be repeated: {answer.message}")
             )
 
     def sent_so_far(self, presence: m.Presence) -> None:
@@ -587,7 +522,7 @@ class Dispatcher:
     # ------------------------------------------------------------ trouble
 
     def worker_died(self, instance: str, why: str) -> None:
-        """The prober found it dead. Whoever has no output yet goes elsewhere, the others end with an error."""
+        """The prober found it dead. What ran there goes on elsewhere."""
         self.counters["deaths"] += 1
         worker = self.router.workers.get(instance)
         role = worker.presence.role if worker else "decode"
@@ -597,7 +532,7 @@ class Dispatcher:
                 record.watching = tuple(name for name in record.watching if name != instance)
                 self._send_cancel(role, instance, record, "failed")  # it may have been stopped or cut off, and hold a credit
                 try:
-                    self._lost(record, instance, errors.worker_lost(role, why))
+                    self._lost(record, instance, errors.worker_died(role, why))
                 except Exception:
                     self._defect(record)
 
@@ -618,18 +553,43 @@ class Dispatcher:
         self._lost(record, instance, error)
 
     def _lost(self, record: Record, instance: str, error: GatewayError) -> None:
-        """This attempt can't go on. The leg that is left is cancelled."""
+        """This attempt can't go on; the leg that is left is cancelled. Another one goes on with what was output, if any."""
         self._cancel_legs(record, "failed", but=instance)
+        if not record.left:  # nothing but decode's last word is missing
+            return self._complete(record)
         record.losses += 1
-        if record.losses >= self.settings.max_attempts or (record.emitted and not record.sink.restart()):
+        if record.losses >= self.settings.max_attempts or (record.begun and record.migrations >= self.settings.max_migrations):
             return self._fail(record, error)
-        record.expect_output()
-        self.counters["retries"] += 1
-        self.trace.event(record.request, "gateway.retry", None, attempt=record.attempt, lost=instance, why=error.message)
+        record.expect()
+        record.shunned |= {instance}
+        event = "migrate" if record.begun else "retry"
+        self.trace.event(record.request, f"gateway.{event}", None, attempt=record.attempt, lost=instance, why=error.message,
+                         tokens=sum(choice.next for choice in record.choices))  # fmt: skip
+        if record.begun:
+            record.migrations += 1
+            self.counters["migrations"] += 1
+        else:
+            self.counters["retries"] += 1
         self._let_go(record)
+        if record.begun and len(record.choices) > 1:
+            record.parts = [
+                record.split(_PartSink(self, record, number), number)
+                for number, choice in enumerate(record.choices) if not choice.over
+            ]  # fmt: skip
+            record.open = len(record.parts)
         record.attempt += 1  # now: output of the lost attempt is stale from here on
         if record.outcome is not None and not record.outcome.done():
             record.outcome.set_result("retry")
+
+    def part_done(self, record: Record, number: int, usage: m.Usage) -> None:
+        """A choice that had to go on by itself is over."""
+        choice = record.choices[number]
+        choice.sampled = usage.completion_tokens
+        record.prompt_usage = record.prompt_usage or usage
+        self._choice_finished(record, choice)
+
+    def part_failed(self, record: Record, error: GatewayError) -> None:
+        self._fail(record, error)
 
     def _on_deadline(self, record: Record) -> None:
         if not record.ended:
@@ -654,6 +614,10 @@ class Dispatcher:
 
     def _end(self, record: Record) -> None:
         record.ended = True
+        for part in record.parts:
+            if not part.ended:
+                self._cancel_legs(part, "failed")
+                self._end(part)
         if record.turn is not None and not record.turn.done():
             record.turn.set_result(None)
         self._let_go(record)
@@ -738,3 +702,37 @@ class Dispatcher:
         task = self._loop.create_task(coroutine)
         self._side.add(task)
         task.add_done_callback(self._side.discard)
+
+
+def _place(waiting: tuple[tuple[int, int, int], asyncio.Future[None]]) -> tuple[int, int, int]:
+    return waiting[0]
+
+
+class _PartSink:
+    """Output of one choice that goes on by itself, as output of the request that it is of."""
+
+    __slots__ = ("_dispatcher", "_number", "_record")
+
+    def __init__(self, dispatcher: Dispatcher, record: Record, number: int):
+        self._dispatcher, self._record, self._number = dispatcher, record, number
+
+    def tokens(self, choice: int, ids: array, logprobs: list[m.TokenLogprob] | None) -> int:
+        kept = self._record.sink.tokens(self._number, ids, logprobs)
+        self._record.choices[self._number].kept = kept
+        return kept
+
+    def finish(self, choice: int, reason: str, last: bool) -> None:
+        self._record.left -= 1
+        self._record.sink.finish(self._number, reason, not self._record.left)
+
+    def end(self, usage: m.Usage) -> None:
+        self._dispatcher.part_done(self._record, self._number, usage)
+
+    def tick(self, now: float, silence: float) -> None:
+        """The request itself is told."""
+
+    def flush(self) -> None:
+        self._record.sink.flush()
+
+    def fail(self, error: GatewayError) -> None:
+        self._dispatcher.part_failed(self._record, error)

@@ -115,9 +115,15 @@ def deadline(seconds: float) -> GatewayError:
                         type="timeout_error")  # fmt: skip
 
 
-def worker_lost(role: str, why: str) -> GatewayError:
-    return GatewayError(f"the {role} worker of this request was lost ({why}); the output ends here, send it again", status=500,
-                        code="worker_lost", type="api_error")  # fmt: skip
+def worker_died(role: str, why: str) -> GatewayError:
+    return GatewayError(f"the {role} worker of this request died ({why}), as did those that went on with it; send it again",
+                        status=503, code="worker_died", type="api_error", retry_after=1.0)  # fmt: skip
+
+
+def not_continued(error: GatewayError) -> GatewayError:
+    """The worker died and there is no other that could go on with what was output."""
+    return GatewayError(f"the worker of this request died, and no other could go on with it: {error.message}",
+                        status=error.status, code="worker_died", type="api_error", retry_after=error.retry_after)  # fmt: skip
 
 
 def from_problem(problem: m.Problem) -> GatewayError:

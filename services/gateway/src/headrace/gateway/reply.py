@@ -35,7 +35,6 @@ class Reply:
         "over",
         "parts",
         "protocol",
-        "remake",
         "streams",
         "usage",
     )
@@ -46,7 +45,6 @@ class Reply:
         self.failed: GatewayError | None = None
         self.usage: m.Usage | None = None  # of all parts, once everything is over
         self.first_token = 0.0
-        self.remake: Callable[[], list[ReplyStream]] | None = None  # fresh writers, for output that has to come again
         self.on_failure: Callable[[], None] = lambda: None
         self.over: Callable[[ReplyStream, array], None] | None = None  # a choice went well: its writer and its ids
         self.buffer: list[bytes] = []
@@ -142,16 +140,6 @@ class Part:
 
     def fail(self, error: GatewayError) -> None:
         self._reply.fail(error)
-
-    def restart(self) -> bool:
-        reply = self._reply
-        if reply.collect is None or reply.remake is None:
-            return False
-        width = len(self._streams)
-        self._streams = reply.remake()[self._number * width : (self._number + 1) * width]
-        reply.streams[self._number * width : (self._number + 1) * width] = self._streams
-        self._ids = self._no_ids()
-        return True
 
     def flush(self) -> None:
         self._reply.flush()

@@ -63,7 +63,8 @@ class GatewaySettings(Settings):
     ] = 10.0
     max_queue: Annotated[int, Meta(ge=0, description="requests that may wait for a worker; more get 429")] = 1024
     max_requests: Annotated[int, Meta(ge=1, description="requests in flight; more get 429")] = 4096
-    max_attempts: Annotated[int, Meta(ge=1, description="workers tried for a request that has no output yet")] = 3
+    max_attempts: Annotated[int, Meta(ge=1, description="attempts in a row at a request that give no output")] = 3
+    max_migrations: Annotated[int, Meta(ge=0, description="times that a request with output may go on elsewhere")] = 8
     command_seconds: Annotated[float, Meta(gt=0, description="longest wait for the answer of a worker")] = 1.0
     grammar_seconds: Annotated[float, Meta(gt=0, description="the same where it may have to compile a grammar first")] = 6.0
     bus_grace_seconds: Annotated[float, Meta(gt=0, description="how long running streams survive without NATS")] = 5.0
