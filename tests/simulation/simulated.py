@@ -44,6 +44,7 @@ STORE_BYTES = 1 << 16  # the smallest that the kvstore takes
 STORE_OBJECTS = STORE_BYTES // ALIGN
 FIRST_TOKEN, REQUESTS, ATTEMPTS, CHOICES, POSITIONS = 1000, 30, 16, 4, 64
 LAST_PROMPT_ID = 500  # + request number
+WORKER_SECONDS = 3.0  # that requests wait for a worker to come
 
 
 def token(request: int, attempt: int, choice: int, position: int) -> int:
@@ -67,10 +68,16 @@ class WatchedEngine(SimEngine):
     """Its answers name their request; what is admitted is looked at first."""
 
     def _script(self, sequence: Any) -> None:
-        number = sequence.tokens[sequence.prompt - 1] - LAST_PROMPT_ID
-        attempt = int(sequence.request.request.rpartition("/")[2])
-        length = answer_length(number, sequence.choice)
-        sequence.stream, sequence.cyclic = [token(number, attempt, sequence.choice, i) for i in range(length)], False
+        request, prompt = sequence.request, sequence.prompt - sequence.begun
+        number, choice = sequence.tokens[prompt - 1] - LAST_PROMPT_ID, request.first_choice + sequence.choice
+        for position, one in enumerate(sequence.tokens[prompt : sequence.prompt]):
+            said = meaning(one)
+            if (said[0], said[2], said[3]) != (number, choice, position):
+                world = asyncio.get_running_loop().process.world
+                world.violate(f"{request.request} goes on with {said}, not token {position} of choice {choice} of {number}")
+        attempt = int(request.request.rpartition("/")[2])
+        stream = [token(number, attempt, choice, i) for i in range(answer_length(number, choice))]
+        sequence.stream, sequence.cyclic = stream, False
 
     def admit(self, reservation: Any, handoff: Any, request: Any) -> None:
         process = asyncio.get_running_loop().process
@@ -154,7 +161,7 @@ class SimGateway(_Simulated, Service):
     async def start(self) -> None:
         await super().start()
         self.peers = Peers(self.bus)
-        self.router = Router(self.bus, self.peers, lambda: self.dispatcher.capacity())
+        self.router = Router(self.bus, self.peers, lambda: self.dispatcher.capacity(), self.settings.worker_seconds)
         self.dispatcher = WatchedDispatcher(
             self.bus, self.peers, self.instance, self.epoch, self.router, self.trace, self.settings
         )
@@ -275,7 +282,10 @@ def fresh(config: Any) -> None:
 def settings(role: str, config: Any, name: str) -> Any:
     """Small and quick: leases of seconds, pools that fill."""
     if role == "gateway":
-        return GatewaySettings(name=name, trace=False, queue_seconds=config.queue_seconds, max_queue=64, metrics_port=0)
+        return GatewaySettings(
+            name=name, trace=False, queue_seconds=config.queue_seconds, worker_seconds=WORKER_SECONDS, max_queue=64,
+            metrics_port=0,
+        )  # fmt: skip
     if role == "kvstore":
         return kvstore_service.KvStoreSettings(
             name=name, trace=False, capacity_bytes=STORE_BYTES, max_ttl_seconds=config.store_seconds,

@@ -86,7 +86,6 @@ class Asked:
     record: Record | None = None
     task: Any = None
     tokens: list[list[int]] = field(default_factory=list)
-    attempt: int = -1  # whose tokens are in `tokens`
     finish: list[str] = field(default_factory=list)
     ended: str = ""
     usage: m.Usage | None = None
@@ -98,7 +97,6 @@ class Asked:
 
     def fresh(self) -> None:
         self.tokens, self.finish = [[] for _ in range(self.plan.n)], [""] * self.plan.n
-        self.attempt = -1
 
     def tokens_(self, choice: int, ids: array) -> int:
         world, have = self.gateway.world, self.tokens[choice]
@@ -108,13 +106,11 @@ class Asked:
             number, attempt, index, position = meaning(one)
             if number != self.number or index != choice:
                 world.violate(f"request {self.number}, choice {choice} got a token of request {number}, choice {index}")
-            if attempt != self.record.attempt % ATTEMPTS:
-                world.violate(f"request {self.number} got a token of attempt {attempt}; {self.record.attempt} is running")
-            if self.attempt not in (-1, attempt):
-                world.violate(f"request {self.number} has tokens of attempts {self.attempt} and {attempt}")
+            running = next((part for part in self.record.parts if part.first_choice == choice), self.record)
+            if attempt != running.attempt % ATTEMPTS:
+                world.violate(f"request {self.number} got a token of attempt {attempt}; {running.attempt} is running")
             if position != len(have):
                 world.violate(f"request {self.number} got token {position} of choice {choice} after {len(have)}")
-            self.attempt = attempt
             have.append(one)
         stop = self.plan.stop_at
         return stop if stop and len(have) >= stop else -1
@@ -138,12 +134,6 @@ class Sink:
     def end(self, usage: m.Usage) -> None:
         self.asked.usage = usage
         self.asked.gateway.world.ended(self.asked, "answer")
-
-    def restart(self) -> bool:
-        if self.asked.sent and self.asked.plan.stream:
-            return False
-        self.asked.fresh()
-        return True
 
     def tick(self, now: float, silence: float) -> None:
         pass
