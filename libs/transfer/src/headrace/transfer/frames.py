@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -20,6 +21,7 @@ import msgspec
 
 CHUNK = 256 << 10  # bytes per recv or send: bounds the time a copy takes on the event loop (some 50 us)
 HEADER_LIMIT = 1 << 16  # bytes
+UNANSWERED_MS = 8000  # the connection goes when bytes are not acknowledged for so long
 REMEMBERED = 1024  # refused generations per connection, at both ends
 
 _LENGTH = struct.Struct("<I")
@@ -106,6 +108,7 @@ class Connection(asyncio.BufferedProtocol):
         self.transport: asyncio.Transport | None = None
         self.closed = False
         self.reason = "closed"
+        self.heard = 0.0  # time.monotonic() of the last bytes
         self._head = bytearray(HEADER_LIMIT)
         self._want, self._have, self._in_header = _LENGTH.size, 0, False
         self._scratch: bytearray | None = None
@@ -146,6 +149,7 @@ class Connection(asyncio.BufferedProtocol):
         return memoryview(self._scratch)[:size]
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.heard = time.monotonic()
         try:
             if self._targets:
                 self._advance(nbytes)
@@ -219,9 +223,11 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def tune(sock: socket.socket) -> None:
-    """No Nagle; a host that vanished is noticed within some seconds."""
+    """No Nagle; a host that vanished is noticed within some seconds, idle or not: keep-alive probes are not sent while bytes
+    are unacknowledged, and the kernel by itself would repeat those for a quarter of an hour, longer and longer apart."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
+    silence = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", UNANSWERED_MS))
+    for name, value in silence:
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

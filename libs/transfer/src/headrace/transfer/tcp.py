@@ -37,6 +37,7 @@ from headrace.transfer.frames import (
 FRAME = 1 << 20  # payload bytes per frame: bounds what a cancelled write still has to finish
 RANGES = 1024  # ranges per frame, so that its header stays far below HEADER_LIMIT
 SMALL = 16 << 10  # payload bytes that are copied rather than waited for
+SILENCE = 1.0  # seconds without a byte, while an answer was due, after which a connection is given up with its question
 CANCEL_GRACE = 0.25  # seconds for the frame in flight when a write is cancelled; then the connection goes
 
 
@@ -231,6 +232,7 @@ class TcpPeer(Connection):
         id = next(self._ids)
         self._check(0)
         self._waiting[id] = answer = asyncio.get_running_loop().create_future()
+        asked = time.monotonic()
         try:
             async with self._turn(deadline):
                 self._check(0)
@@ -240,6 +242,8 @@ class TcpPeer(Connection):
         except DeadlineExceeded:
             raise
         except TimeoutError as error:
+            if time.monotonic() - max(asked, self.heard) > SILENCE:
+                self.abort("it answers nothing: the next writer opens another connection")
             raise DeadlineExceeded(f"{what} was not answered before the deadline") from error
         finally:
             self._waiting.pop(id, None)

@@ -86,7 +86,8 @@ class Process:
 class Cluster:
     """`async with Cluster() as cluster: await cluster.start("decode", "--engine", "sim")`. Kills everything at the end."""
 
-    def __init__(self, folder: str | os.PathLike | None = None) -> None:
+    def __init__(self, folder: str | os.PathLike | None = None, host: str = "127.0.0.1") -> None:
+        """`host`: the address on which NATS listens."""
         self._scratch = None if folder else tempfile.TemporaryDirectory(prefix="headrace-test-", ignore_cleanup_errors=True)
         self.folder = Path(folder or self._scratch.name)
         shared = Path("/dev/shm")
@@ -94,7 +95,7 @@ class Cluster:
             prefix="headrace-test-", dir=shared if shared.is_dir() else self.folder, ignore_cleanup_errors=True
         )
         self.shm_dir = self._shm.name
-        self.nats = NatsServer()
+        self.nats = NatsServer(host=host)
         self.processes: list[Process] = []
         self.gateway: TestGateway = None  # type: ignore[assignment]  # set on entry
 
@@ -116,11 +117,14 @@ class Cluster:
             if folder is not None:
                 folder.cleanup()
 
-    async def start(self, role: str, *flags: str, ready: bool = True, timeout: float = 60.0) -> Process:
-        """Start `python -m headrace.<role>`; with `ready`, return when it says so on the bus."""
+    async def start(
+        self, role: str, *flags: str, ready: bool = True, timeout: float = 60.0, before: Sequence[str] = ()
+    ) -> Process:
+        """Start `python -m headrace.<role>`, behind the words `before`; with `ready`, return when it says so on the bus."""
         name = f"{role}{len(self.processes)}"
         path = self.folder / f"{name}.log"
         command = [
+            *before,
             sys.executable,
             "-m",
             f"headrace.{role}",

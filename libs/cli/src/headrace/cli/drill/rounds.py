@@ -19,7 +19,7 @@ from headrace.bus import BusError
 from headrace.cli.drill.client import Ask, Client, Seen
 from headrace.cli.drill.figures import quantile
 from headrace.cli.drill.load import Answers, Mix
-from headrace.cli.drill.target import Target, process_state
+from headrace.cli.drill.target import POLL, Target, process_state
 from headrace.cli.drill.watch import Watch, to_unix
 from headrace.cli.errors import CommandError
 
@@ -59,8 +59,10 @@ class Round:
 
     def send(self, asks: list[Ask]) -> None:
         """Let the clients ask."""
-        self.seens = [Seen(ask) for ask in asks]
-        self.tasks = [asyncio.create_task(self.client.ask(seen.ask, seen=seen)) for seen in self.seens]
+        for ask in asks:
+            seen = Seen(ask)
+            self.seens.append(seen)
+            self.tasks.append(asyncio.create_task(self.client.ask(ask, seen=seen)))
 
     async def tokens(self, count: int) -> None:
         """Wait until some client has had so many tokens: streams are under way."""
@@ -78,7 +80,13 @@ class Round:
         def done() -> bool:
             return process_state(pid) in states or self.target.pids().get(name) != pid
 
-        await self.target.until(done, MOMENT, f"{name} never came to the point at which it should have ended or stopped")
+        end = time.monotonic() + MOMENT
+        while not done():
+            if time.monotonic() > end:
+                raise CommandError(f"{name} never came to the point at which it should have ended or stopped")
+            if all(task.done() for task in self.tasks):  # none of these requests came by it
+                self.send([Ask(seen.ask.ids, seen.ask.max_tokens, seen.ask.seed + len(self.seens)) for seen in self.seens[:2]])
+            await asyncio.sleep(POLL)
         self.at = self.over = time.monotonic()
         return pid
 
