@@ -43,6 +43,7 @@ MAX_PARTIAL = 128 << 20  # bytes of all unfinished messages
 PARTIAL_SECONDS = 10.0  # an unfinished message is dropped after this
 MAX_UNSENT = 64 << 20  # bytes waiting for the socket
 SWEEP_SECONDS = 0.025  # time-outs are noticed this much late
+PING_SECONDS = 2  # a server that leaves three of these pings unanswered is lost, and another connection is tried
 LATE_SECONDS = 0.1  # a sweep that comes later than this shows that the process was held up
 REPLY_PREFIX = "_INBOX"
 
@@ -240,7 +241,7 @@ class Bus:
             async with asyncio.timeout(max(settings.nats_connect_seconds, 1.0)):
                 await bus._client.connect(
                     urls, name=name, connect_timeout=2, reconnect_time_wait=0.1, max_reconnect_attempts=-1,
-                    allow_reconnect=False, ping_interval=10, max_outstanding_pings=2, pending_size=0,
+                    allow_reconnect=False, ping_interval=PING_SECONDS, max_outstanding_pings=2, pending_size=0,
                     error_cb=bus._on_error, disconnected_cb=bus._on_disconnected, reconnected_cb=bus._on_reconnected,
                     closed_cb=bus._on_client_closed, **options,
                 )  # fmt: skip
@@ -311,10 +312,27 @@ class Bus:
         except BusError as error:
             future.set_exception(error)
             return future
+        self._await(token, future, subject, timeout)
+        return future
+
+    def _await(self, token: bytes, future: asyncio.Future[m.Message], subject: str, timeout: float) -> None:
         self._waiting[token] = _Asked(future, self._loop.time() + timeout, subject, timeout)
         if not self._sweeping:
             self._sweeping = True
             self._sweep_soon()
+
+    def echo(self, timeout: float) -> asyncio.Future[m.Message]:
+        """Send a message to ourselves: it comes back if the server works and we can hear it. Fails as `ask` does."""
+        self._next_token += 1
+        token = b"%x" % self._next_token
+        subject = b"%s.%s" % (self._inbox, token)
+        future: asyncio.Future[m.Message] = self._loop.create_future()
+        self._await(token, future, subject.decode(), timeout)
+        try:
+            self._send(subject, m.encode(m.Done()), b"", b"", None)
+        except BusError as error:
+            del self._waiting[token]
+            future.set_exception(error)
         return future
 
     def publish(self, subject: str, message: m.Message) -> None:

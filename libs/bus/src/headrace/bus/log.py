@@ -21,6 +21,16 @@ class _Stderr:
             sys.stderr.flush()
 
 
+def _clients_fault(record: logging.LogRecord) -> bool:
+    """What is no HTTP at all is its sender's fault: one line that says what was wrong, instead of aiohttp's traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    if type(error).__module__ == "aiohttp.http_exceptions":
+        record.levelno, record.levelname, record.exc_info = logging.WARNING, "WARNING", None
+        text = " ".join(str(error).split())
+        record.msg, record.args = "%s; answered with 400: %s", (record.getMessage(), text[:200])
+    return True
+
+
 def configure(level: str = "info", fmt: str = "auto") -> None:
     """Set up structlog and send the standard library's loggers (aiohttp, nats) through it."""
     threshold = getattr(logging, level.upper())
@@ -42,6 +52,7 @@ def configure(level: str = "info", fmt: str = "auto") -> None:
     )
     handler = logging.StreamHandler(_Stderr())
     drop = structlog.stdlib.ProcessorFormatter.remove_processors_meta
+    handler.addFilter(_clients_fault)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[drop, *final], foreign_pre_chain=shared))
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -2,7 +2,7 @@
 
 Knows: presence messages (`Peers`) and pings (`Prober`). Presence says who exists, in which state, with which load; it is too
 slow to say who is dead. Death is found by probing instances that have work in flight: every 250 ms, two misses or nobody
-listening.
+listening. When the bus itself answers nothing, silence says nothing about anybody.
 Does not know: what anybody does with it.
 """
 
@@ -23,6 +23,7 @@ from .subjects import HELLO, PRESENCE
 FRESH_SECONDS = 3.5  # three missed presences
 PROBE_SECONDS = 0.25
 PROBE_MISSES = 2
+SILENT_SECONDS = 0.5  # patience with the bus itself
 
 log = structlog.get_logger("headrace.bus")
 
@@ -124,8 +125,38 @@ class Peers:
                 self._seen = {name: (presence, now) for name, (presence, _) in self._seen.items()}
                 continue
             oldest = time.monotonic() - FRESH_SECONDS
-            for instance in [name for name, (_, seen) in self._seen.items() if seen < oldest]:
-                self.forget(instance)
+            gone = [name for name, (_, seen) in self._seen.items() if seen < oldest]
+            if gone and not await answers(self._bus):
+                now = time.monotonic()
+                self._seen = {name: (presence, now) for name, (presence, _) in self._seen.items()}
+                continue
+            for instance in gone:
+                if instance in self._seen and self._seen[instance][1] < oldest:
+                    self.forget(instance)
+
+
+async def answers(bus: Bus) -> bool:
+    """Whether the bus carries anything for us now."""
+    try:
+        await bus.echo(SILENT_SECONDS)
+    except BusError:
+        return False
+    return True
+
+
+async def is_silent(bus: Bus, role: str, instance: str, sender: str) -> bool:
+    """Whether the bus answers and the instance does not, asked once more in between."""
+    if not await answers(bus):
+        return False
+    try:
+        await bus.request(role, instance, "ping", m.Ping(sender), PROBE_SECONDS)
+    except NoResponder:
+        return True
+    except BusTimeout:
+        return await answers(bus)
+    except BusError:
+        return False
+    return False
 
 
 class Prober:
@@ -139,16 +170,17 @@ class Prober:
         self._bus, self._sender, self._on_dead, self._on_pong = bus, sender, on_dead, on_pong
         self._watched: dict[str, list] = {}  # instance -> [role, uses, misses, epoch]
         self._task: asyncio.Task | None = None
+        self._doubts: dict[str, asyncio.Task] = {}  # instances that missed pings, while the bus is asked for a sign of life
         self._wake = asyncio.Event()
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        for task in [*self._doubts.values(), *([self._task] if self._task is not None else [])]:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+                await task
 
     def watch(self, role: str, instance: str) -> None:
         """There is work in flight there. Counted: every watch needs its unwatch."""
@@ -194,8 +226,20 @@ class Prober:
         state[2] += 1
         if isinstance(error, NoResponder):
             self._declare(instance, "it has left the bus")
-        elif isinstance(error, BusError) and state[2] >= PROBE_MISSES:
+        elif isinstance(error, BusError) and state[2] >= PROBE_MISSES and instance not in self._doubts:
+            self._doubts[instance] = task = asyncio.ensure_future(self._doubt(instance))
+            task.add_done_callback(lambda _: self._doubts.pop(instance, None))
+
+    async def _doubt(self, instance: str) -> None:
+        """It missed pings; if the bus itself was silent, that says nothing."""
+        dead = await is_silent(self._bus, self._watched[instance][0], instance, self._sender)
+        state = self._watched.get(instance)
+        if state is None or state[2] < PROBE_MISSES:
+            return  # let go, or it answered meanwhile
+        if dead:
             self._declare(instance, f"it missed {PROBE_MISSES} pings")
+        else:
+            state[2] = 0
 
     def _declare(self, instance: str, why: str) -> None:
         if self._watched.pop(instance, None) is None:

@@ -219,7 +219,13 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        return self.state == "ready" and self.bus is not None and self.bus.connected
+        return not self.not_ready_because()
+
+    def not_ready_because(self) -> str:
+        """Why no work should be sent here now; "" when it should."""
+        if self.state != "ready":
+            return f"it is {self.state}"
+        return "" if self.bus is not None and self.bus.connected else "it is not connected to NATS"
 
     async def _start_http(self) -> None:
         host, port, flag = self.http_address()
@@ -250,7 +256,11 @@ class Service:
             return web.json_response(self.status(), status=200 if self.healthy else 503)
 
         async def ready(_: web.Request) -> web.Response:
-            return web.json_response(self.status(), status=200 if self.ready else 503)
+            why = self.not_ready_because()
+            if not why:
+                return web.json_response(self.status())
+            said = self.status() | {"status": "not ready" if self.state == "ready" else self.state, "why": why}
+            return web.json_response(said, status=503)
 
         async def metrics(_: web.Request) -> web.Response:
             return web.Response(body=generate_latest(self.metrics), headers={"Content-Type": "text/plain; version=0.0.4"})
@@ -262,7 +272,7 @@ class Service:
 
     def status(self) -> dict[str, Any]:
         return {
-            "status": self.state, "ready": self.ready, "role": self.role, "instance": self.instance,
+            "status": self.state, "role": self.role, "instance": self.instance,
             "bus": "connected" if self.bus is not None and self.bus.connected else "disconnected",
         }  # fmt: skip
 

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from headrace.bus import BusError, BusTimeout, NoResponder, Peers, Prober, Service, StartError, subjects
 from headrace.bus import messages as m
+from headrace.bus.presence import is_silent
 from headrace.engine import api
 from headrace.kv.grants import Tombstones
 from headrace.transfer import Links, Memory, TransferError
@@ -142,7 +143,8 @@ class WorkerService(Service):
             except BusTimeout as error:
                 if time.monotonic() < end:
                     continue
-                return self.peer_died(instance, f"{why}; {error}")
+                if await is_silent(self.bus, role, instance, self.instance):
+                    return self.peer_died(instance, f"{why}; {error}")
             except NoResponder as error:
                 return self.peer_died(instance, f"{why}; {error}")
             except BusError:

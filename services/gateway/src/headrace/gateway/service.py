@@ -92,10 +92,12 @@ class Gateway(Service):
     def http_runner(self) -> web.AppRunner:
         return self.api.runner(self.side_door())
 
-    @property
-    def ready(self) -> bool:
+    def not_ready_because(self) -> str:
         """Ready to serve: on the bus, and a prefill and a decode worker are there."""
-        return super().ready and any(group.prefills and group.decodes for group in self.router.groups.values())
+        if why := super().not_ready_because():
+            return why
+        whole = any(group.prefills and group.decodes for group in self.router.groups.values())
+        return "" if whole else "no model has both a prefill and a decode worker"
 
     def _on_presence(self, kind: str, presence: m.Presence) -> None:
         if kind == "update" and presence.role in ("prefill", "decode"):

@@ -26,8 +26,9 @@ from headrace.cli.errors import CommandError
 CLIENTS = 6  # requests of a round
 MOMENT = 15.0  # seconds until a process has reached the moment at which its fault is armed
 RECOVER = 30.0  # seconds until every process is ready again
-WHOLE = 10.0  # seconds until every pool is whole: two leases, quarantine included, with slack
+WHOLE = 25.0  # seconds until every pool is whole: two leases of the kvstore, the longest there are, with slack
 STOPPED = 3.0  # seconds that a process is stopped: longer than any lease of the drill's system
+LATE = 0.25  # seconds by which this process may notice the end of another later than the system did
 SETTLE = 0.1  # seconds for the last trace events
 
 
@@ -56,6 +57,7 @@ class Round:
     over: float = 0.0
     noticed_at: float = 0.0  # set by faults that know better than the trace
     noticed_by: str = ""
+    unanswered: bool = False  # the victim may go before it has answered its first command: then it is only asked elsewhere
 
     def send(self, asks: list[Ask]) -> None:
         """Let the clients ask."""
@@ -74,6 +76,7 @@ class Round:
 
     async def hit(self, name: str, number: int, pid: int = 0) -> int:
         """Kill or stop a process now; -> its pid. With `pid`: it does that itself, so only wait until it has."""
+        before = 0.0 if pid else time.monotonic()
         pid = pid or self.target.signal(name, number)
         states = ("T",) if number == signal.SIGSTOP else ("", "Z")
 
@@ -87,7 +90,8 @@ class Round:
             if all(task.done() for task in self.tasks):  # none of these requests came by it
                 self.send([Ask(seen.ask.ids, seen.ask.max_tokens, seen.ask.seed + len(self.seens)) for seen in self.seens[:2]])
             await asyncio.sleep(POLL)
-        self.at = self.over = time.monotonic()
+        self.over = time.monotonic()
+        self.at = before or self.over
         return pid
 
     async def resume(self, name: str, seconds: float = STOPPED) -> None:
@@ -105,11 +109,11 @@ class Round:
                     return
             await asyncio.sleep(0.01)
 
-    async def counters(self, role: str, name: str) -> float:
-        """Sum of a metric over all processes of a role."""
+    async def counters(self, roles: tuple[str, ...], name: str) -> float:
+        """Sum of a metric over all processes of some roles."""
         total = 0.0
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
-            for process in self.target.names(role):
+            for process in [name for role in roles for name in self.target.names(role)]:
                 presence = self.target.presence(process)
                 if presence is not None and presence.http:
                     async with session.get(presence.http + "/metrics") as answer:
@@ -156,10 +160,11 @@ def _notice(this: Round, result: Result) -> None:
     if this.noticed_at:
         result.noticed, result.by = max(0.0, this.noticed_at - this.at), this.noticed_by
         return
-    event = this.watch.first_reaction(to_unix(this.at) - 0.02) if this.at else None
+    event = this.watch.first_reaction(to_unix(this.at) - LATE, this.unanswered) if this.at else None
     if event is not None:
         result.noticed = max(0.0, event.ts - to_unix(this.at))
-        result.by = f"{event.name}: {_why(event.data)}"
+        why = _why(event.data) if event.reacts else "another worker is asked"
+        result.by = f"{event.name}: {why}"
 
 
 def _why(data: dict[str, Any]) -> str:

@@ -70,7 +70,7 @@ def _at(role: str, verb: str, moment: str) -> Row:
     number = signal.SIGKILL if verb == "kill" else signal.SIGSTOP
 
     async def fault(this: Round, asks: list[Ask]) -> None:
-        pid = this.target.pids()[victim]
+        pid, this.unanswered = this.target.pids()[victim], moment in ("admit", "accepted")
         await this.target.arm(victim, f"{verb}={event}")
         this.send(asks)
         await this.hit(victim, number, pid)
@@ -102,7 +102,7 @@ def _signal(role: str, verb: str) -> Row:
 
 async def _store_failures(this: Round) -> float:
     names = ("headrace_kvstore_client_fetch_failures_total", "headrace_kvstore_client_write_failures_total")
-    return sum([await this.counters("", name) for name in names])
+    return sum([await this.counters(("prefill", "decode"), name) for name in names])
 
 
 async def _without_store(this: Round, before: float) -> None:
@@ -166,7 +166,8 @@ ROWS: list[Row] = [
     *(_at(role, "kill", moment) for role, moments in MOMENTS.items() for moment in moments),
     *(_at(role, "stop", moment) for role, moments in STOPS.items() for moment in moments),
     *(_signal(role, verb) for role in ("prefill", "decode", "kvstore", "gateway") for verb in ("kill", "stop")),
-    _messages("flush-delayed", f"every flush of a prefill takes {2 * LEASE:g} s, two leases", "prefill-2",
+    _messages("flush-delayed", f"every flush of a prefill takes {0.6 * LEASE:g} s", "prefill-2", f"hold=flush:{0.6 * LEASE}"),
+    _messages("flush-stuck", f"every flush of a prefill takes {2 * LEASE:g} s, two leases", "prefill-2",
               f"hold=flush:{2 * LEASE}"),
     _messages("commit-lost", "a prefill's commits are all lost", "prefill-2", "lose=decode.commit"),
     _messages("commit-twice", "a prefill's commits come twice", "prefill-2", "repeat=decode.commit"),

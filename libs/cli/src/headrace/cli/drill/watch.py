@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,11 @@ class Event:
         if self.name == "decode.finished":
             return str(self.data.get("why", "")).startswith(ENDS_BADLY)
         return self.name in REACTIONS
+
+    @property
+    def asks_another(self) -> bool:
+        """A later attempt: a worker was full, or gave no answer."""
+        return self.name == "gateway.admitted" and self.data.get("attempt", 1) > 1
 
 
 class Watch:
@@ -71,10 +76,11 @@ class Watch:
         """Instances of workers that had a leg of this request."""
         return self._served.get(request, set())
 
-    def first_reaction(self, since: float, requests: Iterable[str] = ()) -> Event | None:
-        """The earliest reaction after `since` (Unix seconds), of these requests if there are any."""
-        wanted = set(requests)
-        found = [e for e in self.events if e.ts >= since and e.reacts and (not wanted or e.request in wanted)]
+    def first_reaction(self, since: float, quiet: bool = False) -> Event | None:
+        """The earliest reaction after `since` (Unix seconds). Where nobody says anything and `quiet` is allowed: the first time
+        that a gateway asked another worker."""
+        late = [e for e in self.events if e.ts >= since]
+        found = [e for e in late if e.reacts] or [e for e in late if quiet and e.asks_another]
         return min(found, key=lambda e: e.ts, default=None)
 
 
