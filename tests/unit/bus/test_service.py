@@ -172,10 +172,48 @@ async def test_prober_finds_the_dead_but_not_the_idle(nats, bus, echo):
         prober.watch("decode", instance)
     await asyncio.sleep(0.3)
     await gone.stop()
-    await asyncio.sleep(1.0)
+    await eventually(lambda: len(dead) >= 2)
     assert sorted(dead) == sorted([(gone.instance, "it has left the bus"), ("mute", "it missed 2 pings")])
     await mute.close()
     await prober.stop()
+
+
+async def test_nobody_is_dead_while_the_bus_itself_is_silent(nats, bus, echo):
+    """A server that is stopped, or cut off in silence, keeps its connections: all peers would seem to have died at once."""
+    dead, left = [], []
+    prober = Prober(bus, "me", lambda instance, why: dead.append(instance))
+    prober.start()
+    prober.watch("decode", echo.instance)
+    peers = Peers(bus)
+    await peers.start()
+    peers.watch(lambda kind, presence: left.append(presence.instance) if kind == "leave" else None)
+    await peers.wait_for("decode")
+    for _ in range(2):
+        nats.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(2.2)
+        nats.process.send_signal(signal.SIGCONT)
+        await asyncio.sleep(0.5)
+    assert dead == left == []
+    await echo.stop()
+    await eventually(lambda: dead == [echo.instance])
+    await peers.stop()
+    await prober.stop()
+
+
+async def test_ready_says_why_not(nats, bus, echo):
+    status, body = await get(f"{echo.http_url}/ready")
+    assert status == 200 and json.loads(body)["status"] == "ready"
+    await asyncio.to_thread(nats.stop)
+    await eventually(lambda: not echo.bus.connected)
+    status, body = await get(f"{echo.http_url}/ready")
+    said = json.loads(body)
+    assert status == 503 and (said["status"], said["why"]) == ("not ready", "it is not connected to NATS")
+    assert (await get(f"{echo.http_url}/health"))[0] == 200, "an outage of the bus is no reason to end this process"
+    await asyncio.to_thread(nats.start)
+    await eventually(lambda: echo.bus.connected and bus.connected)
+    echo.set_state("draining")
+    status, body = await get(f"{echo.http_url}/ready")
+    assert status == 503 and json.loads(body)["why"] == "it is draining"
 
 
 async def test_trace_is_published_in_order_and_remembered(bus, echo):

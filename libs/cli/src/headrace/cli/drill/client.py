@@ -57,6 +57,7 @@ class Seen:
     first: float = 0.0
     ended: float = 0.0
     pause: float = 0.0  # longest silence between two pieces of output
+    refused: bool = False  # there was no connection at all
 
     @property
     def seconds(self) -> float:
@@ -99,6 +100,7 @@ class Client:
             seen.end = "hung"
         except (aiohttp.ClientError, OSError) as error:
             seen.end, seen.message = "broken", f"{type(error).__name__}: {error}"
+            seen.refused = isinstance(error, aiohttp.ClientConnectorError)
         seen.ended = time.monotonic()
         return seen
 

@@ -27,7 +27,9 @@ from headrace.cli.errors import CommandError
 CLIENTS = 12
 CANCELS = 0.08  # share of clients that leave after some tokens
 SPREAD = 8  # each different request is asked about this often
-PAUSE = 0.7  # seconds between the end of one fault and the next, on average
+PAUSE = 0.5  # seconds between the end of one fault and the next, on average
+AT_A_TIME = 2  # faults
+REFUSED = 0.2  # seconds until a client whose connection was refused tries again
 STOPPED = (0.3, 2.5)  # seconds that a process is stopped
 ARMED = 2.0  # seconds that messages are disturbed
 AS_BEFORE = 60.0  # seconds until a killed process must be ready again
@@ -51,6 +53,7 @@ class Disturbed:
     answers: Answers
     rng: random.Random
     left: int
+    refused: int = 0
     ends: Counter = field(default_factory=Counter)
     faults: Counter = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -62,7 +65,10 @@ class Disturbed:
             self.left -= 1
             ask = self.rng.choice(asks)
             cancel_at = self.rng.randrange(1, ask.max_tokens) if self.rng.random() < CANCELS else None
-            self._count(await self.client.ask(ask, cancel_at))
+            while (seen := await self.client.ask(ask, cancel_at)).refused:  # nobody listens: it was not asked at all
+                self.refused += 1
+                await asyncio.sleep(REFUSED)
+            self._count(seen)
 
     def _count(self, seen: Seen) -> None:
         if self.answers.wrong(seen):
@@ -130,7 +136,7 @@ async def run(console: Console, engine: str, model: Path | None, requests: int, 
     return {
         "ok": not work.wrong and not work.problems, "engine": engine, "model": str(own.system.model or engine), "seed": seed,
         "requests": requests, "different": len(asks), "seconds": round(seconds, 1), "ends": dict(work.ends.most_common()),
-        "retries": retries, "faults": dict(work.faults.most_common()), "wrong": work.wrong, "problems": work.problems,
+        "retries": retries, "refused": work.refused, "faults": dict(work.faults.most_common()), "wrong": work.wrong, "problems": work.problems,
     }  # fmt: skip
 
 
@@ -144,7 +150,7 @@ async def _all(work: Disturbed, watch: Watch, console: Console) -> dict[str, int
             console.say(f"{work.left} requests left, {sum(work.faults.values())} faults, {len(work.wrong)} wrong")
 
     watch.on_event = lambda event: seen.update([event.name] if event.name in ("gateway.retry", "gateway.migrated") else [])
-    side = [asyncio.create_task(work.disturb()), asyncio.create_task(tell())]
+    side = [asyncio.create_task(work.disturb()) for _ in range(AT_A_TIME)] + [asyncio.create_task(tell())]
     try:
         await asyncio.gather(*(work.one_client() for _ in range(CLIENTS)))
     finally:
@@ -172,7 +178,8 @@ def table(result: dict[str, Any]) -> str:
         f"| **wrong tokens** | **{len(result['wrong'])}** |",
         "", "| fault | count |", "|---|---|",
         *(f"| {name} | {count} |" for name, count in result["faults"].items()),
-        "", "another worker took over: " + (", ".join(f"{k} {v}" for k, v in result["retries"].items()) or "never"),
+        "", "another worker took over: " + (", ".join(f"{k} {v}" for k, v in result["retries"].items()) or "never")
+        + f"; connections refused while the gateway was away (asked again, not counted above): {result['refused']}",
     ]  # fmt: skip
     lines += [f"WRONG {text}" for text in result["wrong"][:20]] + [f"PROBLEM {text}" for text in result["problems"][:20]]
     return "\n".join(lines)

@@ -119,7 +119,7 @@ class Target:
 
     async def arm(self, name: str, faults: str) -> None:
         """Replace the fault points of a process. CommandError when it has none."""
-        presence = await self.until(lambda: self.presence(name), 10.0, f"{name} is not ready, so nothing can be armed there")
+        presence = await self.until(lambda: self.presence(name), 60.0, f"{name} is not ready, so nothing can be armed there")
         answer = await self.bus.request(presence.role, presence.instance, "arm", m.Arm(faults), timeout=3.0)
         if not isinstance(answer, m.Done):
             raise CommandError(f"{name} takes no faults: {getattr(answer, 'message', answer)}")
