@@ -136,7 +136,8 @@ async def run(console: Console, engine: str, model: Path | None, requests: int, 
     return {
         "ok": not work.wrong and not work.problems, "engine": engine, "model": str(own.system.model or engine), "seed": seed,
         "requests": requests, "different": len(asks), "seconds": round(seconds, 1), "ends": dict(work.ends.most_common()),
-        "retries": retries, "refused": work.refused, "faults": dict(work.faults.most_common()), "wrong": work.wrong, "problems": work.problems,
+        "retries": retries, "refused": work.refused, "faults": dict(work.faults.most_common()), "wrong": work.wrong,
+        "problems": work.problems,
     }  # fmt: skip
 
 
