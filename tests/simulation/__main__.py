@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mutations import MUTATIONS
 from runner import Result, cores, hunts, kind, real_seconds, search, simulate
 from schedule import draw, shrunk
-from simulated import installed
+from simulated import TABLE, installed
 
 BASES = 20_000  # between the first seeds of two hunts
 
@@ -75,6 +75,7 @@ def as_json(result: Result, seconds: float) -> dict[str, Any]:
         "cpu_seconds": round(result.cpu_seconds, 1), "simulated_seconds": round(result.simulated_seconds),
         "turns": result.turns, "messages": result.messages.total(), "outcomes": dict(result.outcomes.most_common()),
         "planned": dict(result.planned.most_common()), "happened": dict(result.happened.most_common()),
+        "rows": {" | ".join(row): result.rows[row] for row in TABLE.rows},
     }  # fmt: skip
 
 
@@ -94,7 +95,23 @@ def report(result: Result, seconds: float) -> None:
                 line = "  "
             line += item + "; "
         print(line.rstrip("; "))
+    reached(result)
     print(f"\nviolations: {len(result.failed)}" + (f" (seeds {sorted(result.failed)[:20]})" if result.failed else ""))
+
+
+def reached(result: Result) -> None:
+    """Which rows of the tables of docs/handoff.md happened, and how often the rarest; those that never did are listed."""
+    print("\nrows of docs/handoff.md:")
+    for machine in dict.fromkeys(row[0] for row in TABLE.rows):
+        mine = {row: result.rows[row] for row in TABLE.rows if row[0] == machine}
+        seen = {row: times for row, times in mine.items() if times}
+        rare = ", ".join(
+            f"{phase}: {event} ({times})" for (_, phase, event), times in sorted(seen.items(), key=lambda i: i[1])[:3]
+        )
+        print(f"  {machine}: {len(seen)} of {len(mine)} happened" + (f"; rarest {rare}" if seen else ""))
+        never = [f"{phase}: {event}" for (_, phase, event), times in mine.items() if not times]
+        if never:
+            print(f"    never: {'; '.join(never)}")
 
 
 def tell(seed: int, args: argparse.Namespace) -> None:

@@ -82,7 +82,8 @@ class When:
 
 @dataclass(frozen=True)
 class Hurt:
-    """A process is killed (and another one takes its place), stopped, drained, or cut off from the bus."""
+    """A process is killed (and another one takes its place), stopped, drained, cut off from the bus (both ways, or one), or a
+    step of its engine fails."""
 
     what: str
     role: str
@@ -140,6 +141,8 @@ def _hurt(world: Any, process: Any, what: str, seconds: float) -> None:
     elif what == "stop":
         world.pause(process)
         world.at(world.now + seconds, world.resume, process)
+    elif what == "break":
+        process.breaks = True
     elif what == "drain":
         world.terminate(process, 2.0)
 
@@ -256,7 +259,7 @@ def _fault(rng: random.Random, counts: dict[str, int]) -> Any:
     if kind < 0.60:
         return When(pick(STATES), rng.randint(1, 6), pick(("sender", "receiver")), pick(("kill", "stop", "stop")), seconds)
     if kind < 0.80:
-        what = pick(("kill", "stop", "stop", "drain", pick(CUTS), pick(CUTS)))
+        what = pick(("kill", "stop", "stop", "drain", "break", pick(CUTS), pick(CUTS)))
         return Hurt(what, role, index, at, seconds)
     what = pick(("bus down", "loss", "link held", "slow", "slow"))
     amount = {"loss": pick((0.1, 0.5)), "slow": pick((0.05, 0.5, 3.0))}.get(what, 0.0)

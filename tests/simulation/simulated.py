@@ -21,6 +21,7 @@ import structlog
 from clock import EPOCH
 from memory import SHM, SimMemory, faulty_flags, watched_write
 from network import SimBus
+from table import MACHINES, Table
 
 from headrace.bus import Peers, Service, subjects
 from headrace.bus import service as bus_service
@@ -64,8 +65,19 @@ def answer_length(request: int, choice: int) -> int:
     return 2 + (request * 7 + choice * 5) % 23
 
 
+class Broken(RuntimeError):
+    """An engine's step fails because the schedule says so."""
+
+
 class WatchedEngine(SimEngine):
-    """Its answers name their request; what is admitted is looked at first."""
+    """Its answers name their request; what is admitted is looked at first. A step fails when the schedule wants it."""
+
+    def execute(self, plan: Any) -> Any:
+        process = asyncio.get_running_loop().process
+        if process.breaks:
+            process.breaks = False
+            raise Broken("a step that fails")
+        return super().execute(plan)
 
     def _script(self, sequence: Any) -> None:
         request, prompt = sequence.request, sequence.prompt - sequence.begun
@@ -232,6 +244,25 @@ class _Clock:
 CLOCK = _Clock()
 
 
+def _told(what: str) -> None:
+    if TABLE.strict:
+        CLOCK.world.violate(f"not as docs/handoff.md has it: {what}")
+
+
+TABLE = Table(_told)
+
+
+@contextlib.contextmanager
+def lenient() -> Iterator[None]:
+    """What no row of the tables says is no violation while this holds: a guard is taken away, and its absence must be seen by
+    what happens to bytes and requests."""
+    TABLE.strict = False
+    try:
+        yield
+    finally:
+        TABLE.strict = True
+
+
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """While this holds, services that are made are simulated ones."""
@@ -261,6 +292,8 @@ def installed() -> Iterator[None]:
         (transfer_server.Owned, "_write", watched_write(transfer_server.Owned._write)),
         (transfer_server.Owned, "received", faulty_flags(transfer_server.Owned.received)),
     ]  # fmt: skip
+    for machine, module, *names in MACHINES:
+        patches += [(module, name, TABLE.recorded(machine, getattr(module, name))) for name in names]
     saved = [(where, name, getattr(where, name)) for where, name, _ in patches]
     structlog.configure(processors=[heard], wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     try:

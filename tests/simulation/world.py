@@ -26,7 +26,7 @@ from zlib import crc32
 import nats.errors
 from clock import ProcessLoop, Schedule
 from network import Network
-from simulated import ATTEMPTS, BLOCK_BYTES, CLASSES, CLOCK, answer_length, fresh, meaning, prompt, settings
+from simulated import ATTEMPTS, BLOCK_BYTES, CLASSES, CLOCK, Broken, answer_length, fresh, meaning, prompt, settings
 
 from headrace.bus import BusError, StartError
 from headrace.bus import messages as m
@@ -67,6 +67,7 @@ class Process:
     engine: Any = None
     tickets: Any = None
     doubtful: tuple[float, str] | None = None
+    breaks: bool = False  # its engine's next step fails
     unheard: float = 0.0  # when its clients could last not expect it to be in time
 
     @property
@@ -363,6 +364,8 @@ class World:
         if self.over or error is None and event.get("event") != "hand-off refused":
             return
         error = sys.exc_info()[1] if error is True else error
+        if isinstance(error, Broken):
+            return
         where = "".join(traceback.format_exception(error)[-2:]).strip() if error is not None else ""
         self.violate(f"{event.get('event')}: {event.get('why', '')} {where}".replace("\n", " | "))
 

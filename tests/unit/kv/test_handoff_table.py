@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from headrace.kv.grants import effects as fx
 from headrace.kv.grants import events as ev
 from headrace.kv.grants import owner, pins, store, writer
 
-DOC = Path(__file__).parents[3] / "docs" / "handoff.md"
+sys.path.insert(0, str(Path(__file__).parents[2] / "simulation"))
+from table import show, written
+
 NOW, LEASE, DEADLINE, NEVER = 100.0, 110.0, 200.0, 1e9
 FLAG = owner.flag_value(7)
 
@@ -100,6 +103,7 @@ MACHINES = {
             "write begins": (same, ev.WriteBegins(), NOW),
             "write begins, lease over": (same, ev.WriteBegins(), LEASE),
             "write ends": (same, ev.WriteEnded(), NOW),
+            "write ends, owner lost": (lambda s: replace(s, give_up=0.0), ev.WriteEnded(), NOW),
             "write ends with an error": (same, ev.WriteEnded("broken"), NOW),
             "bind answered again": (same, ev.Renewed(LEASE + 5), NOW),
             "placed": (same, ev.Placed(), NOW),
@@ -173,34 +177,11 @@ MACHINES = {
 }
 
 
-def rows():
-    """(machine, phase words, event words, new phase, effects) of every row, one per phase."""
-    machine = ""
-    for line in DOC.read_text().split("## 3.")[1].split("\n## ")[0].splitlines():
-        if line.startswith("### "):
-            machine = line.split()[1]
-        elif line.startswith("|") and not re.match(r"\| *(phase|-)", line):
-            phases, event, after, effects = (cell.strip() for cell in line.strip("|").split("|"))
-            in_flight = phases.endswith(", in flight")
-            for phase in phases.removesuffix(", in flight").split(", "):
-                yield machine, f"{phase}, in flight" if in_flight else phase, event, after, effects
-
-
 ROWS = [
     (machine, phase, event, after, effects)
-    for machine, words, event, after, effects in rows()
+    for machine, words, event, after, effects in written()
     for phase in (MACHINES[machine].states if words == "any" else [words])
 ]
-
-
-def show(effect) -> str:
-    """An effect in the table's words."""
-    match effect:
-        case fx.Answer(verdict):
-            return f"Answer {verdict}"
-        case fx.Valid(valid):
-            return f"Valid {str(valid).lower()}"
-    return type(effect).__name__
 
 
 def apply(machine: Machine, phase: str, event_words: str):

@@ -1,0 +1,211 @@
+"""The tables of `docs/handoff.md` as data, and which of their rows happened.
+
+Knows how a row is written and which words of the tables stand for which event of `headrace.kv.grants`. `recorded` wraps a
+machine's functions: what they do is counted by row, and what no row says is told. Does not know schedules or services.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from headrace.kv.grants import effects as fx
+from headrace.kv.grants import events as ev
+from headrace.kv.grants import owner, pins, store, writer
+
+DOC = Path(__file__).parents[2] / "docs" / "handoff.md"
+PHASES = {
+    "owner": owner.PHASES, "writer": (*writer.PHASES, *(f"{p}, in flight" for p in ("writing", *writer.STOPPED))),
+    "store": store.PHASES, "held": pins.HELD_PHASES, "reading": pins.READING_PHASES,
+}  # fmt: skip
+Row = tuple[str, str, str]  # machine, phase, words of the event
+
+
+def written() -> Iterator[tuple[str, str, str, str, str]]:
+    """(machine, phase, event, new phase, effects) as section 3 writes them, one per phase ("any" is kept)."""
+    machine = ""
+    for line in DOC.read_text().split("## 3.")[1].split("\n## ")[0].splitlines():
+        if line.startswith("### "):
+            machine = line.split()[1]
+        elif line.startswith("|") and not re.match(r"\| *(phase|-)", line):
+            phases, event, after, effects = (cell.strip() for cell in line.strip("|").split("|"))
+            in_flight = phases.endswith(", in flight")
+            for phase in phases.removesuffix(", in flight").split(", "):
+                yield machine, f"{phase}, in flight" if in_flight else phase, event, after, effects
+
+
+def rows() -> dict[Row, tuple[str, list[str]]]:
+    """-> (new phase, effects in the table's words) of each row."""
+    out: dict[Row, tuple[str, list[str]]] = {}
+    for machine, words, event, after, effects in written():
+        for phase in PHASES[machine] if words == "any" else (words,):
+            new = phase.split(",")[0] if after == "same" else after
+            out[machine, phase, event] = (new, [] if effects == "-" else effects.split(", "))
+    return out
+
+
+def show(effect: Any) -> str:
+    """An effect in the table's words."""
+    match effect:
+        case fx.Answer(verdict):
+            return f"Answer {verdict}"
+        case fx.Valid(valid):
+            return f"Valid {str(valid).lower()}"
+    return type(effect).__name__
+
+
+# ------------------------------------------------------------------ events in the table's words
+
+
+def _owner_words(t: owner.Ticket, event: Any, now: float) -> str:
+    checks = ", checksums on" if t.verify else ""
+    match event:
+        case ev.FlagSeen(value):
+            mine = value == owner.flag_value(t.generation)
+            if not mine:
+                return "flag of another generation"
+            if t.flag:
+                return "flag again"
+            return "flag of this generation" + (checks if t.phase == owner.COMMITTED else "")
+        case ev.Committed(generation, nbytes):
+            if generation != t.generation:
+                return "commit of another generation"
+            if t.phase == owner.RELEASED:
+                return "commit, was admitted" if t.outcome == "admitted" else "commit, was not admitted"
+            if t.phase != owner.BOUND:
+                return "commit"
+            if t.nbytes not in (-1, nbytes):
+                return "commit, other byte count"
+            return "commit, flag seen" + checks if t.flag else "commit, no flag"
+        case ev.WriterDone(generation):
+            return "writer_done" if generation == t.generation else "writer_done of another generation"
+        case ev.Verified(good):
+            return "checksums fit" if good else "checksums do not fit"
+        case None if t.phase == owner.BOUND and now < t.expires:
+            return "0.25 s later, flag without record"
+        case None:
+            return "0.25 s later" if t.quarantined else "lease over"
+    return _simple(event)
+
+
+def _writer_words(t: writer.Ticket, event: Any, now: float) -> str:
+    late = now >= min(t.expires, t.deadline)
+    match event:
+        case ev.WriteBegins():
+            return "write begins, lease over" if late and t.phase in (writer.BOUND, writer.WRITING) else "write begins"
+        case ev.WriteEnded() if t.phase in writer.STOPPED and t.give_up == 0.0:
+            return "write ends, owner lost"
+        case ev.WriteEnded(error):
+            return "write ends with an error" if error else "write ends"
+        case ev.Renewed():
+            return "bind answered again"
+        case None if t.phase in (writer.BOUND, writer.WRITING):
+            return "lease over" if t.expires <= t.deadline else "deadline over"
+        case None if t.phase == writer.COMMITTED:
+            return "deadline over" if now >= t.deadline else "0.25 s later"
+        case None:
+            return "30 s later" if now >= t.give_up else "0.25 s later"
+    return _simple(event)
+
+
+def _store_words(t: store.Grant, event: Any, now: float) -> str:
+    match event:
+        case ev.Committed(generation) if generation != t.generation:
+            return "commit of another generation"
+        case ev.Committed() if t.phase == store.RELEASED:
+            return "commit, was stored" if t.outcome == "stored" else "commit, was not stored"
+        case ev.Committed():
+            return "commit"
+        case None:
+            return "lease over" if t.phase == store.OPEN else "0.25 s later"
+    return _simple(event)
+
+
+def _held_words(t: pins.Held, event: Any, now: float) -> str:
+    if isinstance(event, ev.Released) and t.phase == pins.PINNED and now >= t.expires:
+        return "release, lease over"
+    return _simple(event)
+
+
+def _reading_words(t: pins.Reading, event: Any, now: float) -> str:
+    match event:
+        case ev.ReadBegins():
+            return "read begins, lease over" if t.phase == pins.FOUND and now >= min(t.expires, t.deadline) else "read begins"
+        case None if now >= t.deadline:
+            return "deadline over"
+        case None if t.phase == pins.ASKING and now < t.expires:
+            return "0.25 s later"
+    return _simple(event)
+
+
+def _simple(event: Any) -> str:
+    match event:
+        case None:
+            return "lease over"
+        case ev.WriterStatus(state):
+            return f"status: {state}"
+        case ev.CommitAnswered(verdict):
+            return f"verdict: {verdict}"
+        case ev.ReadEnded(good):
+            return f"read ends, {'good' if good else 'bad'}"
+        case ev.ReleaseAnswered(valid):
+            return f"release answered: {'' if valid else 'not '}valid"
+    return _WORDS[type(event)]
+
+
+_WORDS = {
+    ev.Renewed: "bind again", ev.WriterFailed: "fail", ev.WriterLost: "writer lost", ev.Cancelled: "cancel",
+    ev.WriterDone: "writer_done", ev.Fenced: "fenced", ev.SlabTaken: "slab taken", ev.Placed: "placed",
+    ev.LegFailed: "leg fails", ev.OwnerLost: "owner lost", ev.DoneAnswered: "writer_done answered", ev.Checked: "checked",
+    ev.Released: "release", ev.WorkerGone: "worker gone",
+}  # fmt: skip
+_IN_WORDS: dict[str, Callable[[Any, Any, float], str]] = {
+    "owner": _owner_words, "writer": _writer_words, "store": _store_words, "held": _held_words, "reading": _reading_words,
+}  # fmt: skip
+MACHINES = (
+    ("owner", owner, "step", "tick"), ("writer", writer, "step", "tick"), ("store", store, "step", "tick"),
+    ("held", pins, "held_step", "held_tick"), ("reading", pins, "reading_step", "reading_tick"),
+)  # fmt: skip
+
+
+class Table:
+    """Counts of rows; `told(what)` is called when a machine does what no row says."""
+
+    def __init__(self, told: Callable[[str], None]) -> None:
+        self.rows = rows()
+        self.told, self.strict = told, True
+        self.counts: Counter[Row] = Counter()
+
+    def recorded(self, machine: str, function: Callable) -> Callable:
+        """A machine's `step` or `tick`, watched."""
+        in_words = _IN_WORDS[machine]
+
+        def step(state: Any, event: Any, now: float) -> Any:
+            after, effects = function(state, event, now)
+            self._note(machine, state, in_words(state, event, now), after, effects)
+            return after, effects
+
+        def tick(state: Any, now: float) -> Any:
+            after, effects = function(state, now)
+            if after is not state or effects:
+                self._note(machine, state, in_words(state, None, now), after, effects)
+            return after, effects
+
+        return tick if function.__name__.endswith("tick") else step
+
+    def _note(self, machine: str, state: Any, words: str, after: Any, effects: list[Any]) -> None:
+        phase = state.phase
+        if machine == "writer" and state.in_flight:
+            phase += ", in flight"
+        row = (machine, phase, words)
+        expected = self.rows.get(row)
+        done = [show(effect) for effect in effects]
+        if expected is not None:
+            self.counts[row] += 1
+            if (after.phase, done) != expected:
+                self.told(f"{machine}, {phase}, {words}: {after.phase}, {done}; the table says {expected[0]}, {expected[1]}")
+        elif done or after.phase != state.phase:
+            self.told(f"{machine}, {phase}, {words}: {after.phase}, {done}; no row says so")
