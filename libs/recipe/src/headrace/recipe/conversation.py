@@ -33,6 +33,7 @@ class ToolDefinition(msgspec.Struct, frozen=True):
     parameters: Any = None
     strict: bool | None = None
     defer_loading: bool = False
+    enforced: Any = None  # of a strict tool: the schema that binds its calls, with every keyword that the client wrote
 
 
 class ImageSource(msgspec.Struct, frozen=True):

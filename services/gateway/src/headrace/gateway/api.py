@@ -24,6 +24,7 @@ from headrace.bus import messages as m
 from headrace.bus import nuid
 from headrace.kv.hashing import BlockHasher
 from headrace.recipe.errors import RecipeError
+from headrace.recipe.grammar import constraint
 from headrace.recipe.jsontext import JSONError, compact, loads
 from headrace.recipe.protocol import ParsedRequest
 from headrace.recipe.stream import ReplyStream, Usage
@@ -156,12 +157,16 @@ class Api:
         trace, request_id = gateway.trace, exchange.request_id
         trace.event(request_id, "gateway.received", client_id=exchange.shown_id, endpoint=endpoint.name, model=parsed.model)
         started = time.monotonic()
+        bound = constraint(parsed, models.encoding.tokenizer.added_token_id)
+        grammar = bound and m.Grammar(bound.kind, bound.text, bound.after, bound.optional)
         self._refuse_hopeless(parsed, models.limit(group))
         prompts = await endpoint.encode(models.encoding, parsed, namespace, models.replay)
         seen, prompts = await self._look(exchange, endpoint, parsed, group, namespace, prompts)
         trace.event(request_id, "gateway.rendered", (time.monotonic() - started) * 1e3, prompt_tokens=sum(map(len, prompts)))
         call.reply = reply = self._reply(call, parsed, namespace, prompts)
         records = [self._record(call, parsed, group, namespace, ids, reply.part(n), seen) for n, ids in enumerate(prompts)]
+        for record in records:
+            record.sampling.grammar = grammar
 
         def drop() -> None:
             for record in records:
@@ -303,6 +308,7 @@ class Api:
             ignore_eos=said.ignore_eos,
             logprobs=(said.top_logprobs or 0) if said.logprobs else -1,
             n=said.n,
+            logit_bias=said.logit_bias,
         )
         for name in _OPTIONAL:
             value = getattr(said, name)

@@ -6,8 +6,9 @@ import msgspec
 
 from ..conversation import Conversation, Message, ToolCall, ToolDefinition
 from ..errors import RecipeError
-from . import common
+from . import common, demands
 from .request import OPEN, ConversionOptions, ParsedRequest, Sampling
+from .schema import closed
 from .shape import F32, U8, U32, U64, Check, Misfit, Tagged, describe, misfit, naming, reader, text
 
 Detail = Literal["low", "high", "original", "auto"]
@@ -270,9 +271,6 @@ class OpenChatRequest(ChatRequest, kw_only=True):
     stream_options: OpenStreamOptions | None = None
     max_completion_tokens: U32 | None = None
     chat_template_kwargs: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: str | None = None
 
 
 _read_official = reader(ChatRequest)
@@ -298,7 +296,12 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
         return _convert(_read_official(value), options, None)
     request = _read_open(value)
     _apply_aliases(request)
-    return _convert(request, options, read_open_fields(value))
+    demands.check_served(value, request.n or 1)
+    parsed = _convert(request, options, read_open_fields(value))
+    demands.apply(parsed, demands.structured(value))
+    parsed.sampling.logit_bias = demands.logit_bias(value)
+    parsed.parallel_tool_calls = request.parallel_tool_calls is not False
+    return parsed
 
 
 def _apply_aliases(request: OpenChatRequest) -> None:
@@ -310,12 +313,6 @@ def _apply_aliases(request: OpenChatRequest) -> None:
         wish = kwargs.get("thinking", kwargs.get("enable_thinking"))
         if isinstance(wish, bool):
             request.thinking = Thinking("enabled" if wish else "disabled")
-    structured = request.structured_outputs if isinstance(request.structured_outputs, dict) else {}
-    schema, regex = structured.get("json", request.guided_json), structured.get("regex", request.guided_regex)
-    if request.response_format is None and isinstance(schema, dict | bool):
-        request.response_format = JsonSchemaFormat(JsonSchema(schema))
-    elif request.response_format is None and isinstance(regex, str):
-        request.response_format = RegexFormat(regex)
 
 
 def _convert(request: ChatRequest, options: ConversionOptions, fields: OpenFields | None) -> ParsedRequest:
@@ -352,7 +349,7 @@ def _convert(request: ChatRequest, options: ConversionOptions, fields: OpenField
         parsing=common.parsing_options(conversation, stops, options),
         stream=bool(request.stream),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
-        output_constraint=common.output_constraint(conversation, schema),
+        output_constraint=common.output_constraint(conversation, schema, _is_strict(request.response_format)),
         extras=extras,
         reasoning_absent=common.positions(conversation.messages, absent),
     )
@@ -369,7 +366,8 @@ def _set_tools(conversation: Conversation, request: ChatRequest) -> None:
         if choice != "none":
             common.check_unique(function.name, names)
             parameters = common.tool_parameters(function.name, parameters, function.strict)
-        tools.append(ToolDefinition(function.name, function.description, parameters, function.strict))
+        enforced = closed(function.parameters) if function.strict else None
+        tools.append(ToolDefinition(function.name, function.description, parameters, function.strict, enforced=enforced))
     named = choice.name if isinstance(choice, ChoiceFunction) else None
     conversation.tools, conversation.tool_choice = common.choose_tools(
         tools, None if named else choice, named, conversation.thinking_mode
@@ -523,6 +521,10 @@ def _check_file(part: FilePart, path: str) -> None:
         raise RecipeError(f"{path}: file_id is not supported. Pass the image as a base64 data url instead.")
     if not part.file_data.startswith("data:image/"):
         raise RecipeError(f"{path}: file_data is not a valid base64 data url")
+
+
+def _is_strict(form: Any) -> bool:
+    return isinstance(form, JsonSchemaFormat) and bool(form.json_schema.strict)
 
 
 def _set_format(conversation: Conversation, request: ChatRequest) -> Any:

@@ -196,8 +196,8 @@ def close_strict(schema: Any, *, tool: bool) -> None:
         raise RecipeError(str(error)) from None
 
 
-def output_constraint(conversation: Conversation, schema: Any) -> OutputConstraint | None:
-    """What constrained decoding would enforce; tools win over formats."""
+def output_constraint(conversation: Conversation, schema: Any, is_strict: bool | None = None) -> OutputConstraint | None:
+    """What constrained decoding is to enforce; tools win over formats."""
     if conversation.tools_active:
         kind = "tool_call_required" if conversation.tool_choice == "required" else "tool_call"
         functions = [_function(tool) for tool in conversation.tools]
@@ -205,7 +205,7 @@ def output_constraint(conversation: Conversation, schema: Any) -> OutputConstrai
     if conversation.response_format == "json_object":
         return OutputConstraint("json", "")
     if conversation.response_format == "json_schema":
-        return OutputConstraint("json", compact(schema), conversation.response_schema)
+        return OutputConstraint("json", compact(schema), conversation.response_schema, bool(is_strict))
     if conversation.response_format == "regex":
         return OutputConstraint("regex", conversation.response_regex or "")
     return None

@@ -9,9 +9,20 @@ from ..errors import RecipeError
 from ..stream.options import ParsingOptions
 from ..tokenizer import Tokenizer
 from ..tokens import DEFAULT_TOKENS
-from . import common
-from .chat import OpenStreamOptions, _stop, apply_open, open_extras, read_open_fields
+from . import common, demands
+from .chat import (
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    OpenStreamOptions,
+    RegexFormat,
+    ResponseFormat,
+    _stop,
+    apply_open,
+    open_extras,
+    read_open_fields,
+)
 from .request import OPEN, ConversionOptions, ParsedRequest, Sampling
+from .schema import closed
 from .shape import F32, U8, U32, U64, Check, Misfit, naming, reader
 
 FIM_BEGIN, FIM_HOLE, FIM_END = "<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"
@@ -54,6 +65,7 @@ class CompletionRequest(msgspec.Struct):
     presence_penalty: F32 | None = None
     frequency_penalty: F32 | None = None
     seed: U64 | None = None
+    response_format: ResponseFormat | None = None
 
 
 _read = naming(reader(CompletionRequest))
@@ -76,6 +88,8 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
     if request.stream_options is not None and not request.stream:
         raise RecipeError("stream_options should be set along with stream = true")
     sampling = _sampling(request, stops, options)
+    demands.check_served(value, sampling.n)
+    sampling.logit_bias = demands.logit_bias(value)
     apply_open(sampling, fields)
     extras = open_extras(fields)
     if request.echo:
@@ -84,7 +98,7 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
         extras["suffix"] = request.suffix
     if getattr(request.stream_options, "continuous_usage_stats", None):
         extras["continuous_usage_stats"] = True
-    return ParsedRequest(
+    parsed = ParsedRequest(
         protocol="completions",
         model=request.model,
         version=version,
@@ -98,6 +112,18 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
         extras=extras,
         prompts=request.prompt,
     )
+    demands.apply(parsed, _format(request.response_format) or demands.structured(value))
+    return parsed
+
+
+def _format(form: Any) -> demands.Wanted | None:
+    """`response_format`, as Chat has it. There is no prompt of ours that could show it to the model."""
+    if isinstance(form, JsonSchemaFormat):
+        schema = form.json_schema.schema
+        return demands.Wanted("json_schema", closed(schema) if form.json_schema.strict else schema, "response_format")
+    if isinstance(form, JsonObjectFormat):
+        return demands.Wanted("json_schema", {"type": "object"}, "response_format")
+    return demands.Wanted("regex", form.regex, "response_format") if isinstance(form, RegexFormat) else None
 
 
 def prompt_ids(prompt: str | list[int], tokenizer: Tokenizer, suffix: str | None = None) -> list[int]:

@@ -10,7 +10,7 @@ import msgspec
 from ..conversation import Conversation, ImageSource, Message, ToolCall, ToolDefinition
 from ..errors import RecipeError
 from ..jsontext import compact, dumps
-from . import common
+from . import common, demands
 from .chat import Effort, OpenFields, apply_open, open_extras, read_open_fields
 from .request import OPEN, ConversionOptions, ParsedRequest, Sampling
 from .shape import F32, U32, U64, Check, Misfit, Tagged, naming, reader
@@ -269,7 +269,28 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
     value = common.parse_body(body)
     if options.dialect == "official":
         return _convert(_read(value), options, None)
-    return _convert(_read_open(_client_tools(value)), options, read_open_fields(value))
+    demands.check_served(value, 1)
+    request = _read_open(_client_tools(value))
+    parsed = _convert(request, options, read_open_fields(value))
+    _bind_tools(parsed, value, request.tool_choice)
+    demands.apply(parsed, demands.messages_format(value) or demands.structured(value))
+    parsed.sampling.logit_bias = demands.logit_bias(value)
+    return parsed
+
+
+def _bind_tools(parsed: ParsedRequest, body: dict[str, Any], choice: Any) -> None:
+    """What the open dialect takes at its word: strict tools, one call at most, and a call that must come (without thinking)."""
+    conversation = parsed.conversation
+    strict = {tool.get("name") for tool in body.get("tools") or () if isinstance(tool, dict) and tool.get("strict") is True}
+    conversation.tools = [
+        msgspec.structs.replace(tool, strict=True, enforced=tool.parameters) if tool.name in strict else tool
+        for tool in conversation.tools
+    ]
+    if isinstance(choice, AnyChoice) and conversation.tools and not conversation.thinking_mode:
+        conversation.tool_choice = "required"
+        parsed.parsing.starts_in_tool_calls = True
+    parsed.parallel_tool_calls = not getattr(choice, "disable_parallel_tool_use", False)
+    parsed.output_constraint = common.output_constraint(conversation, None)
 
 
 def _client_tools(value: Any) -> Any:

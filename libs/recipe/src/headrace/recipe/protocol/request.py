@@ -41,15 +41,17 @@ OFFICIAL = ConversionOptions(dialect="official")
 
 
 class OutputConstraint(msgspec.Struct):
-    """What constrained decoding may enforce: kind `json`, `regex`, `tool_call` or `tool_call_required`.
+    """What constrained decoding is to enforce: kind `json`, `regex`, `tool_call` or `tool_call_required`; in the open dialect
+    also `lark`, a grammar. `recipe.grammar` makes of it what an engine enforces.
 
     `schema` is the constraint's text as the referee gives it; `original` the schema as the client wrote it, for a
-    grammar compiler that keeps more keywords.
+    grammar compiler that keeps more keywords. `strict`: its objects are closed, all properties required.
     """
 
     kind: str
     schema: str
     original: Any = None
+    strict: bool = False
 
 
 class Sampling(msgspec.Struct):
@@ -71,6 +73,7 @@ class Sampling(msgspec.Struct):
     logprobs: bool = False
     top_logprobs: int | None = None
     n: int = 1
+    logit_bias: dict[int, float] = {}
 
 
 class ParsedRequest(msgspec.Struct):
@@ -96,6 +99,7 @@ class ParsedRequest(msgspec.Struct):
     custom_tools: frozenset[str] = frozenset()
     prompts: list[str | list[int]] = []
     reasoning_absent: frozenset[int] = frozenset()
+    parallel_tool_calls: bool = True  # one turn may call several times
 
     @property
     def thinking(self) -> bool:

@@ -10,9 +10,10 @@ from ..errors import RecipeError
 from ..jsontext import compact, loads
 from ..render import PROMPTS
 from ..stream.reply import float32
-from . import common
+from . import common, demands
 from .chat import Detail, Effort, OpenFields, apply_open, open_extras, read_open_fields
 from .request import OPEN, ConversionOptions, ParsedRequest, Sampling
+from .schema import closed
 from .shape import F32, U8, U32, Check, Misfit, Tagged, misfit, naming, reader, sequence
 
 APPLY_PATCH = "apply_patch"
@@ -364,7 +365,11 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
     value = common.parse_body(body)
     if options.dialect == "official":
         return _convert(_read(value), options, None)
+    demands.check_served(value, 1)
     parsed = _convert(_read_open(value), options, read_open_fields(value))
+    demands.apply(parsed, demands.structured(value))
+    parsed.sampling.logit_bias = demands.logit_bias(value)
+    parsed.parallel_tool_calls = value.get("parallel_tool_calls") is not False
     parsed.extras |= {name: value[name] for name in _EXTRAS if value.get(name) is not None}
     return parsed
 
@@ -408,7 +413,7 @@ def _convert(request: ResponsesRequest, options: ConversionOptions, fields: Open
         parsing=common.parsing_options(conversation, [], options),
         stream=bool(request.stream),
         include_usage=True,
-        output_constraint=common.output_constraint(conversation, schema),
+        output_constraint=common.output_constraint(conversation, schema, _is_strict(request.text)),
         extras=open_extras(fields),
         echo=echo(request),
         namespaces=declared if options.dialect == "official" else namespaces,
@@ -694,7 +699,8 @@ def _set_tools(conversation: Conversation, request: ResponsesRequest, tools: lis
     for tool in tools:
         common.check_unique(tool.name, names)
         parameters = common.tool_parameters(tool.name, tool.parameters, tool.strict)
-        checked.append(msgspec.structs.replace(tool, parameters=parameters))
+        enforced = closed(tool.parameters) if tool.strict else None
+        checked.append(msgspec.structs.replace(tool, parameters=parameters, enforced=enforced))
     if isinstance(choice, NamedFunction):
         named = choice.name
     simple = choice if isinstance(choice, str) else "auto"
@@ -742,6 +748,10 @@ def _namespace(
             description = f"{tool.description}\n{description or ''}"
         tools.append(ToolDefinition(name, description, function.parameters, function.strict, deferred))
     return tools
+
+
+def _is_strict(config: TextConfig | None) -> bool:
+    return config is not None and isinstance(config.format, JsonSchemaFormat) and bool(config.format.strict)
 
 
 def _set_format(conversation: Conversation, request: ResponsesRequest) -> Any:

@@ -319,3 +319,27 @@ def _close_object(schema: dict[str, Any], allow_empty: bool) -> None:
     rest = {key: schema[key] for key in ("description", "$def") if key in schema}
     schema.clear()
     schema.update(type="object", properties=properties, additionalProperties=False, required=list(properties), **rest)
+
+
+# --- strict mode for a grammar ---------------------------------------------------------------------------------------
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "$def")
+_LISTS = ("anyOf", "oneOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties")
+
+
+def closed(schema: Any) -> Any:
+    """`schema` as strict mode means it: every object has all of its properties and no others. What the client wrote stays."""
+    if not isinstance(schema, dict):
+        return schema
+    out = {}
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):
+            out[key] = {name: closed(item) for name, item in value.items()}
+        elif key in _LISTS and isinstance(value, list):
+            out[key] = [closed(item) for item in value]
+        else:
+            out[key] = closed(value) if key in _SINGLE else value
+    if "properties" in out or out.get("type") == "object":
+        out |= {"additionalProperties": False, "required": list(out.get("properties", {}))}
+    return out
