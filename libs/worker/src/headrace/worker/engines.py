@@ -62,7 +62,7 @@ def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine
     import torch
 
     from headrace.engine import EngineConfig, EngineCore
-    from headrace.engine.grammar import GrammarError, Grammars
+    from headrace.engine.grammar import Grammars
     from headrace.engine.loader import load_model
 
     torch.set_num_threads(settings.compute_threads)
@@ -95,10 +95,6 @@ def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine
     grammars = None
     if role == "decode":  # where tokens are chosen
         grammars = Grammars(os.path.join(settings.model, "tokenizer.json"), model.vocab_size, model.eos_token_ids)
-        try:
-            grammars.load()
-        except GrammarError as error:
-            log.warning("structured output is refused", why=str(error))
     kv_buffer = register("kv", model.spec.block_bytes * settings.num_blocks)
     engine = EngineCore(model, config, kv_buffer=kv_buffer, grammars=grammars)
     started = time.monotonic()
