@@ -137,6 +137,20 @@ def test_decode_follows_the_grammar_of_a_hand_off(grammars):
     assert out == [c.ids for c in whole.choices]
 
 
+@pytest.mark.parametrize("name", ["closed", "recursive", "pattern"])
+def test_an_output_that_began_elsewhere_goes_on_in_its_grammar(grammars, name):
+    """At every length: the grammar's state comes from the ids, thinking or not."""
+    grammar = Grammar("json_schema", json.dumps(SCHEMAS[name]), after=CONTROL["</think>"])
+    more = {"grammar": grammar, "logit_bias": {CONTROL["</think>"]: 4}, "max_tokens": 120}
+    whole = collect(engine(grammars), [request("r", **more)])[0].choices[0]
+    core = engine(grammars, max_num_batched_tokens=200)
+    for given in range(1, len(whole.ids), 3):
+        r = request(f"r{given}", IDS[:20] + whole.ids[:given], **more)
+        r.output_tokens = given
+        rest = collect(core, [r])[0]
+        assert not rest.error and (rest.choices[0].ids, rest.choices[0].finish) == (whole.ids[given:], whole.finish), given
+
+
 def _drain(core):
     events = []
     while core.has_work() and (more := core.step()) is not None:
