@@ -4,13 +4,14 @@ The whole run (500 prompts, 20,000 draws each on real V4.1 arithmetic) is `pytho
 of it. Seeds are fixed, so a test that passes passes always.
 """
 
+import json
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
-from headrace.engine import acceptance, api
+from headrace.engine import acceptance, api, bench, bench_speculation
 from headrace.engine.agreeing import agreeing_checkpoint
 from headrace.engine.loader import load_model
 from headrace.engine.sampler import Draw
@@ -155,3 +156,16 @@ def test_early_stop_keeps_the_distribution_and_without_it_it_bends():
     assert test.p > LEVEL, test
     counts, test = acceptance.counterexample(acceptance.NoEarlyStop, 600)
     assert test.p < 1e-9 and abs(counts[0] / 600 - 0.85) < 0.05
+
+
+def test_the_benchmark_accepts_by_lot_as_often_as_it_was_told(capsys):
+    profile = [0.8, 0.6, 0.5, 0.5, 0.5]
+    command = ["--speculation", "--preset", "w16-draft", "--batch", "4", "--prompt", "8", "--seconds", "1.5", "--json"]
+    assert bench.main([*command, "--profile", ",".join(map(str, profile)), "--spread", "0"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    ways = report["batch"]["4"]
+    assert ways["none"]["tokens_per_step"] == 1.0 and set(ways) == {"none", "full", "scheduled"}
+    expected = 1 + sum(np.cumprod(profile))  # 2.76
+    assert abs(ways["full"]["mean_accepted_length"] - expected) < 0.8
+    lines = bench_speculation.table(report).splitlines()
+    assert len(lines) == 3 and lines[2].split()[0] == "4"

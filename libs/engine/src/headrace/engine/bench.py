@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import accuracy, api
+from . import accuracy, api, bench_speculation
+from .agreeing import agreeing_checkpoint
 from .core import EngineCore
 from .loader import load_model
 from .make_checkpoint import PRESETS, make_checkpoint
@@ -36,12 +37,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as scratch:
-        path = args.model or make_checkpoint(args.preset, args.seed, Path(scratch) / args.preset)
+        make = agreeing_checkpoint if args.speculation else make_checkpoint
+        path = args.model or make(preset=args.preset, seed=args.seed, out=Path(scratch) / args.preset)
         if args.accuracy:
-            report = accuracy.measure(path, seed=args.seed, batch_invariant=args.batch_invariant)
+            report, show = accuracy.measure(path, seed=args.seed, batch_invariant=args.batch_invariant), accuracy.table
+        elif args.speculation:
+            report, show = bench_speculation.measure(path, args), bench_speculation.table
         else:
-            report = measure(path, args)
-    show = accuracy.table if args.accuracy else table
+            report, show = measure(path, args), table
     print(json.dumps(report, indent=1) if args.json else show(report))
     return 0
 
@@ -52,6 +55,14 @@ def _arguments() -> argparse.ArgumentParser:
     source.add_argument("--preset", choices=sorted(PRESETS), default="nano", help="a random checkpoint (default nano)")
     source.add_argument("--model", help="a checkpoint directory instead")
     parser.add_argument("--accuracy", action="store_true", help="instead of speed, measure what class `bounded` changes")
+    parser.add_argument("--speculation", action="store_true", help="instead, tokens/s with drafts and without (DSpark)")
+    parser.add_argument(
+        "--profile", type=_shares, default=[], metavar="P,P...",
+        help="with --speculation: accept by lot, draft i with this probability if all before it are (default: the model's own)",
+    )  # fmt: skip
+    parser.add_argument("--spread", type=float, default=0.2, help="with --profile: probabilities differ by up to so much")
+    parser.add_argument("--seconds", type=float, default=4.0, help="with --speculation: for each way and batch (default 4)")
+    parser.add_argument("--rollback-gate", type=float, default=1.0, help="with --speculation: the gate (default 1: none)")
     parser.add_argument("--batch", type=_sizes, default=[1, 8, 32], metavar="N,N...", help="batch sizes (default 1,8,32)")
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens (default 128)")
     parser.add_argument("--output", type=int, default=16, help="tokens to generate (default 16)")
@@ -68,6 +79,10 @@ def _arguments() -> argparse.ArgumentParser:
 
 def _sizes(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+def _shares(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
 
 
 def measure(path: str | Path, args: argparse.Namespace) -> dict:

@@ -33,6 +33,8 @@ GATE_STEPS = 3  # in a row with too many rejections: the gate closes
 CLOSED_STEPS = 32  # ... for so many steps
 PROBE_STEPS = 64  # without a verified draft: then one of each sequence is, to learn whether times have changed
 SLOW, LOCAL = 0.05, 0.2  # weight of a new value in averages; ... in the points next to a measurement
+OUTLIER = 2.0  # a measurement counts as at most so many times what was expected: somebody else may have had the processor
+MARGIN = 1.02  # drafting must promise so much more than no drafts: what is measured is not exact
 COUNTS = ("drafted", "verified", "accepted", "pruned")  # by position in a block; pruned: drafted, not verified
 
 Seconds = Callable[[int], float]  # rows of a step -> its seconds
@@ -107,7 +109,7 @@ class StepCurve:
         return left_value + share * (value - left_value)
 
     def observe(self, size: int, seconds: float) -> None:
-        error = seconds / self(size)
+        error = min(max(seconds / self(size), 1 / OUTLIER), OUTLIER)
         self.values = [value * error**SLOW for value in self.values]
         right, share = self._place(size)
         for at, weight in ((right, share), (right - 1, 1 - share)):
@@ -234,7 +236,7 @@ class Speculator:
         least, tau = sequences / without(sequences), 1.0
         for length, a in enumerate(self.typical, 1):
             tau += a * self.trust
-            if sequences * tau / with_draft(sequences * (1 + length)) > least:
+            if sequences * tau / with_draft(sequences * (1 + length)) > MARGIN * least:
                 return True
         return False
 

@@ -6,7 +6,6 @@ made of them (`speculation.StepCurve`).
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -15,7 +14,7 @@ import torch
 from .batch import Segment
 from .runner import Runner
 
-REPEATS = 3  # timed runs of a size, after one that is not; the median counts
+REPEATS = 3  # timed runs of a size, after one that is not; the fastest counts: others have a share of somebody else's work
 LIMIT = 10.0  # seconds for all of it: sizes that do not fit in are left to the last line of the curve
 
 
@@ -51,7 +50,7 @@ def _curve(sizes: list[int], work: Callable[[int], None], end: float) -> dict[in
             began = time.perf_counter()
             work(size)
             times.append(time.perf_counter() - began)
-        out[size] = statistics.median(times)
+        out[size] = min(times)
         if time.monotonic() > end:
             break
     return out
