@@ -9,6 +9,7 @@ import torch
 from headrace.engine.batch import Segment
 from headrace.engine.cache import KVPool
 from headrace.engine.loader import load_model
+from headrace.engine.models.mla import attention, layers
 from headrace.kernels import cpu
 
 from .test_mla import write
@@ -124,3 +125,51 @@ def test_what_keeps_to_torch(why, tmp_path, monkeypatch):
         monkeypatch.setattr(cpu, "available", lambda: False)
     options = {"batch_invariant": dict(batch_invariant=True), "fp32": dict(kv_store="fp32"), "no numba": {}}[why]
     assert load_model(path, **options).fused is None
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_chunks_agree_with_torch_in_fp32(case, tmp_path, monkeypatch):
+    """What lies between the products, compiled: no further from the fp32 model than the torch operators it stands for."""
+    path = write(tmp_path / "model", **CASES[case])
+    model, reference = load_model(path), load_model(path, kv_store="bf16", dtype=torch.float32)
+    ids = draw(300)
+
+    def chunks(model):
+        fed = Fed(model)
+        segments = [fed.segment(0, ids, 0, 170), fed.segment(0, ids, 170, 300)]
+        for segment in segments:
+            segment.outputs = range(segment.start, segment.stop)
+        return torch.cat([fed.rows(segment) for segment in segments])
+
+    theirs = chunks(reference)
+    ours = error(chunks(model), theirs)
+    monkeypatch.setattr(layers, "loops_for", lambda x: None)
+    monkeypatch.setattr(attention, "loops_for", lambda x: None)
+    assert ours < max(1.3 * error(chunks(model), theirs), 0.003)
+
+
+def error(ours, theirs):
+    """Of the middle row: single rows may be far away, where rounding chose another expert."""
+    return float(((ours - theirs).square().mean(1) / theirs.square().mean(1)).sqrt().median())
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_lanes_change_nothing_but_the_thread(threads, tmp_path):
+    """Segments dealt over lanes, heads in parts: every wanted row is what one lane gives."""
+    path = write(tmp_path / "model", vocab_size=301)
+    results = []
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        model = load_model(path)
+        assert len(model.head) == count
+        fed = Fed(model)
+        lengths = (139, 60, 17)
+        ids = [draw(150, seed) for seed in range(4)]
+        fed.rows(*[fed.segment(i, ids[i], 0, length) for i, length in enumerate(lengths)])
+        mixed = [fed.segment(i, ids[i], length, length + 1) for i, length in enumerate(lengths)]
+        mixed[1].outputs = ()
+        results.append(fed.rows(mixed[0], fed.segment(3, ids[3], 0, 140), *mixed[1:]))
+        results[-1] = torch.cat([results[-1], fed.rows(*[fed.segment(i, ids[i], 141, 142) for i in (0, 3)])])
+        assert torch.get_num_threads() == count
+    assert results[0].shape == results[1].shape == (5, 301)
+    assert float((results[0] - results[1]).abs().max() / results[0].abs().max()) < 0.01

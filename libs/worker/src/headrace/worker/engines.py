@@ -57,6 +57,8 @@ def _simulated(settings: WorkerSettings, register: Register) -> api.Engine:
 
 def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine:
     os.environ.setdefault("OMP_NUM_THREADS", str(settings.compute_threads))
+    # Threads that wait for the next operator by spinning take the cores that the loop, the gateway and other lanes need.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     started = time.monotonic()
     log.info("importing torch")
     import torch
@@ -108,7 +110,7 @@ def _warm_up(engine: api.Engine) -> None:
     """One prompt and one token through every layer, so that the first client does not pay for what is made on first use."""
     vocab = engine.info.vocab_size
     ids = [3 % vocab] * min(engine.info.block_tokens - 1, engine.info.max_model_len - 2)
-    engine.submit(api.EngineRequest("warm-up", ids, [], api.SamplingParams(max_tokens=2, ignore_eos=True)))
+    engine.submit(api.EngineRequest("warm-up", ids, [], api.SamplingParams(max_tokens=2, ignore_eos=True, logprobs=1)))
     while engine.has_work():
         plan = engine.plan()
         for event in engine.apply(plan, engine.execute(plan)):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch.nn import functional as F
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 from ...device import ROW_MULTIPLE
 from .cache import BLOCK_TOKENS, Latents
 from .config import ModelConfig
-from .layers import LATENT_EPS, Linear, rms_norm
+from .layers import LATENT_EPS, Linear, bits, loops_for, rms_norm
 from .rows import Group, Rows
 
 TILE_ROWS = 256  # rows of a piece that are attended at once: they see up to the last one's context
@@ -54,7 +55,10 @@ class Attention:
         """Normed input [T, d], phases [T, 1, rope / 2] -> queries [T, H, nope + rope], latents [T, latent]."""
         c = self.config
         heads, rank, nope = c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim
-        q, kv = self.w_a(x).split([self.w_a.shape[0] - c.latent_dim, c.latent_dim], dim=1)
+        first, loops = self.w_a(x), loops_for(x)
+        if loops is not None and not self.split:
+            return self._project_between_loops(loops, first, phases)
+        q, kv = first.split([self.w_a.shape[0] - c.latent_dim, c.latent_dim], dim=1)
         if self.w_q is not None:
             q = self.w_q(rms_norm(q, self.q_norm, LATENT_EPS))
         q = q.unflatten(1, (heads, -1))
@@ -64,6 +68,23 @@ class Attention:
         torch.view_as_complex(pairs.unflatten(-1, (-1, 2))).mul_(phases)
         q[..., nope:] = pairs[:, :heads]
         return q, torch.cat([rms_norm(kv[:, :rank], self.kv_norm, LATENT_EPS), pairs[:, heads].to(x.dtype)], dim=1)
+
+    def _project_between_loops(
+        self, loops: ModuleType, first: torch.Tensor, phases: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rest of `project` from its first product on, norms and rotation compiled."""
+        c, count = self.config, first.shape[0]
+        turns, before = torch.view_as_real(phases).squeeze(1).numpy(), first.shape[1] - c.latent_dim
+        entries = first.new_empty(count, c.latent_dim)
+        loops.latents(bits(first), before, c.kv_lora_rank, bits(self.kv_norm), LATENT_EPS, turns, bits(entries))
+        if self.w_q is None:
+            q = first[:, :before].contiguous()
+        else:
+            normed = first.new_empty(count, before)
+            loops.norm(bits(first), 0, before, bits(self.q_norm), LATENT_EPS, bits(normed))
+            q = self.w_q(normed)
+        loops.rotate_heads(bits(q), c.qk_head_dim, c.qk_nope_head_dim, turns)
+        return q.unflatten(1, (c.num_attention_heads, -1)), entries
 
     def attend(self, queries: torch.Tensor, rows: Rows, cache: Latents) -> torch.Tensor:
         """[padded, H, nope + rope] -> [padded, d]; the rows' own latents are in the cache already."""

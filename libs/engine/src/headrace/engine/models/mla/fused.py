@@ -19,7 +19,6 @@ from ...batch import Segment
 from ...cache import KVPool
 from .cache import BLOCK_TOKENS
 from .config import ModelConfig
-from .layers import LATENT_EPS, attention_scale
 
 if TYPE_CHECKING:
     from .model import MlaModel
@@ -71,21 +70,11 @@ class FusedRows:
     """Runs single rows."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        from .fused_loops import Dims, forward
+        from .fused_loops import dims, forward
 
-        c = self.config = config
         self._forward = forward
         self._at, self._w16, self._w32 = weights.arrays(NAMES)
-        self._dims = Dims(
-            hidden=c.hidden_size, heads=c.num_attention_heads, q_rank=c.q_lora_rank or 0, rank=c.kv_lora_rank,
-            nope=c.qk_nope_head_dim, rope=c.qk_rope_head_dim, v=c.v_head_dim, inter=c.intermediate_size,
-            shared=c.moe_intermediate_size * (c.n_shared_experts or 0), expert=c.moe_intermediate_size,
-            experts=c.n_routed_experts or 0, top_k=c.num_experts_per_tok or 0,
-            groups=(c.n_group or 1) if c.topk_method != "greedy" else 1, top_groups=c.topk_group or 1,
-            two_best=c.topk_method == "noaux_tc", sigmoid=c.scoring_func == "sigmoid", normalise=c.norm_topk_prob,
-            routed_scale=float(c.routed_scaling_factor), scale=float(attention_scale(c)), eps=float(c.rms_norm_eps),
-            latent_eps=LATENT_EPS, block_tokens=BLOCK_TOKENS,
-        )  # fmt: skip
+        self._dims = dims(config)
 
     def run(self, model: MlaModel, segments: Sequence[Segment], kv: KVPool) -> torch.Tensor:
         """One row of each segment -> hidden vectors before the final norm, fp32 [R, hidden]; entries are written."""

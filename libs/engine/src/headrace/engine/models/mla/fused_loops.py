@@ -9,11 +9,16 @@ Knows arithmetic and where `fused.Packed` put things. Does not know segments, sl
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from headrace.kernels.cpu.rows import best, compiled, dot, narrow, product, rms_norm, rotate, silu_product, softmax, widen
+
+from .cache import BLOCK_TOKENS
+from .config import ModelConfig
+from .layers import LATENT_EPS, attention_scale
 
 # Places in a layer's line of offsets: into bf16 weights, then into fp32 ones. Absent: -1.
 W_A, W_Q, W_UK, W_UV, W_O, W_IN, W_OUT, EXPERTS, NORM_IN, NORM_Q, NORM_KV, NORM_POST, GATE, BIAS = range(14)
@@ -44,6 +49,21 @@ class Dims(NamedTuple):
     eps: float
     latent_eps: float
     block_tokens: int
+
+
+@lru_cache
+def dims(c: ModelConfig) -> Dims:
+    """Sizes of a model, as the loops want them."""
+    return Dims(
+        hidden=c.hidden_size, heads=c.num_attention_heads, q_rank=c.q_lora_rank or 0, rank=c.kv_lora_rank,
+        nope=c.qk_nope_head_dim, rope=c.qk_rope_head_dim, v=c.v_head_dim, inter=c.intermediate_size,
+        shared=c.moe_intermediate_size * (c.n_shared_experts or 0), expert=c.moe_intermediate_size,
+        experts=c.n_routed_experts or 0, top_k=c.num_experts_per_tok or 0,
+        groups=(c.n_group or 1) if c.topk_method != "greedy" else 1, top_groups=c.topk_group or 1,
+        two_best=c.topk_method == "noaux_tc", sigmoid=c.scoring_func == "sigmoid", normalise=c.norm_topk_prob,
+        routed_scale=float(c.routed_scaling_factor), scale=float(attention_scale(c)), eps=float(c.rms_norm_eps),
+        latent_eps=LATENT_EPS, block_tokens=BLOCK_TOKENS,
+    )  # fmt: skip
 
 
 @compiled
@@ -207,8 +227,10 @@ def experts(x, w16, w32, o, d, out):
     """Routed experts and the shared ones on rows [R, hidden]."""
     rows, hidden = x.shape
     chosen, weights = np.empty((rows, d.top_k), np.int64), np.empty((rows, d.top_k), np.float32)
+    gate = matrix(w32, o[GATE], d.experts, d.hidden)
+    bias = w32[o[BIAS] : o[BIAS] + d.experts] if o[BIAS] >= 0 else w32[:0]
     for r in range(rows):
-        route(x[r], w32, o, d, chosen[r], weights[r])
+        route(x[r], gate, bias, d, chosen[r], weights[r])
     if d.shared:
         feed_forward(x, w16, o[W_IN], o[W_OUT], d.shared, out)
     else:
@@ -233,19 +255,18 @@ def experts(x, w16, w32, o, d, out):
 
 
 @compiled
-def route(x, w32, o, d, chosen, weights):
-    """Expert ids [k] and weights [k] of one row; the bias chooses but does not weigh."""
+def route(x, gate, bias, d, chosen, weights):
+    """Expert ids [k] and weights [k] of one row; gate fp32 [experts, hidden]. The bias (or none) chooses but does not weigh."""
     scores, choice = np.empty(d.experts, np.float32), np.empty(d.experts, np.float32)
     for e in range(d.experts):
-        start = o[GATE] + e * d.hidden
-        scores[e] = dot(w32[start : start + d.hidden], x)
+        scores[e] = dot(gate[e], x)
     if d.sigmoid:
         for e in range(d.experts):
             scores[e] = np.float32(1) / (np.float32(1) + np.exp(-scores[e]))
     else:
         softmax(scores)
     for e in range(d.experts):
-        choice[e] = scores[e] + (w32[o[BIAS] + e] if o[BIAS] >= 0 else np.float32(0))
+        choice[e] = scores[e] + (bias[e] if bias.shape[0] else np.float32(0))
     if d.top_groups < d.groups:
         inside_groups(choice, d)
     best(choice, d.top_k, chosen)

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import ModuleType
 
+import numpy as np
 import torch
 from torch.nn import functional as F
+
+from headrace.kernels import cpu
 
 from .config import ModelConfig, Rope
 
@@ -40,8 +44,27 @@ class Linear:
         return F.linear(x, self.weight)
 
 
+def loops_for(x: torch.Tensor) -> ModuleType | None:
+    """The compiled loops (`chunk_loops`) where they can work on rows like x: bf16 on a CPU with numba."""
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or not cpu.available():
+        return None
+    from . import chunk_loops
+
+    return chunk_loops
+
+
+def bits(x: torch.Tensor) -> np.ndarray:
+    """A bf16 CPU tensor as uint16 on the same memory."""
+    return x.view(torch.int16).numpy().view(np.uint16)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """weight * x / rms(x), normalised in fp32 and rounded before the weight, as the published code does."""
+    loops = loops_for(x)
+    if loops is not None and x.dim() == 2 and x.is_contiguous():
+        out = torch.empty_like(x)
+        loops.norm(bits(x), 0, x.shape[1], bits(weight), eps, bits(out))
+        return out
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
@@ -176,6 +199,9 @@ class MoE:
     row_multiple: int = 1
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        loops = loops_for(x)
+        if loops is not None and self.row_multiple == 1:
+            return self._between_loops(loops, x)
         chosen, weights = self.gate(x)
         top_k = chosen.shape[1]
         by_expert = chosen.flatten().sort(stable=True)
@@ -184,6 +210,18 @@ class MoE:
         picked = torch.empty_like(outputs).index_copy_(0, by_expert.indices, outputs).unflatten(0, (-1, top_k))
         routed = (picked.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
         return routed if self.shared is None else routed + self.shared(x)
+
+    def _between_loops(self, loops: ModuleType, x: torch.Tensor) -> torch.Tensor:
+        """The same: routing and sums compiled, products of the matrix library."""
+        c, rows = self.gate.config, x.shape[0]
+        bias = np.empty(0, np.float32) if self.gate.bias is None else self.gate.bias.numpy()
+        weights, place = np.empty((rows, c.num_experts_per_tok), np.float32), np.empty((rows, c.num_experts_per_tok), np.int64)
+        counts, by_expert = np.empty(len(self.experts), np.int64), x.new_empty(place.size, x.shape[1])
+        loops.deal(bits(x), self.gate.weight.weight.numpy(), bias, loops.dims(c), weights, place, counts, bits(by_expert))
+        outputs, out = self._run(by_expert, counts.tolist()), torch.empty_like(x)
+        shared = x.new_empty(0, x.shape[1]) if self.shared is None else self.shared(x)
+        loops.collect(bits(outputs), place, weights, bits(shared), bits(out))
+        return out
 
     def _run(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Rows sorted by expert, `counts` of each -> the same rows after their expert."""

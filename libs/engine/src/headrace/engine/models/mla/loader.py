@@ -54,7 +54,7 @@ def load(checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions) -> M
         layers,
         checkpoint.tensor("embed_tokens.weight"),
         make.weight("norm.weight"),
-        make.linear(make.weight("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight")),
+        make.head("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"),
         row_multiple=rule[0],
         fused=FusedRows(config, make.rows) if make.rows is not None else None,
     )
@@ -147,6 +147,11 @@ class _Maker:
     def linear(self, weight: torch.Tensor) -> Linear:
         """Batch invariance is checked for plain weights (`device.row_rule`), so it has them."""
         return Linear(weight, self.tile, pack=self.row_multiple == 1)
+
+    def head(self, name: str) -> list[Linear]:
+        """The head in as many parts as there are threads; with batch invariance in one, as it was checked."""
+        weight = self.weight(name)
+        return [self.linear(part) for part in weight.chunk(torch.get_num_threads() if self.row_multiple == 1 else 1)]
 
     def _attention(self, prefix: str, split: bool) -> Attention:
         c = self.config
