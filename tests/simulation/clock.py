@@ -50,6 +50,7 @@ class Schedule:
         self.turns = 0
         self.halted = False  # nothing more is to happen
         self.spins = 0  # turns since the clock last moved
+        self._running: ProcessLoop | None = None
         self._heap: list[tuple[float, int, ProcessLoop | None, Any, tuple]] = []
         self._ties = 0
         self._runnable: deque[ProcessLoop] = deque()
@@ -65,6 +66,12 @@ class Schedule:
 
     def runnable(self, loop: ProcessLoop) -> None:
         self._runnable.append(loop)
+
+    def enter(self, loop: ProcessLoop | None) -> None:
+        """Whose loop is asyncio's running one; it stays so until another's turn, for setting it is not cheap."""
+        if loop is not self._running:
+            self._running = loop
+            asyncio._set_running_loop(loop)
 
     def run(self, until: float) -> None:
         """All that happens before `until`, or until it is halted."""
@@ -191,17 +198,14 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         if self.stopped or self.gone or not self._ready:
             return False
         ready = self._ready
-        asyncio._set_running_loop(self)
-        try:
-            for _ in range(len(ready)):
-                handle = ready.popleft()
-                if handle.call is not None:
-                    try:
-                        handle.call(*handle.args)
-                    except Exception as error:
-                        self.world.on_exception(self.process, {"message": "a callback failed", "exception": error})
-        finally:
-            asyncio._set_running_loop(None)
+        self._schedule.enter(self)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle.call is not None:
+                try:
+                    handle.call(*handle.args)
+                except Exception as error:
+                    self.world.on_exception(self.process, {"message": "a callback failed", "exception": error})
         if ready and not self._queued:
             self._queued = True
             self._schedule.runnable(self)

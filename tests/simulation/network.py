@@ -161,7 +161,7 @@ class Network:
 
     def _send(self, source: Any, client: SimClient, sid: int, args: tuple, action: tuple | None, name: str) -> None:
         target, rng, now = client.process, self.world.rng, self.world.now
-        delay, times = rng.uniform(0.3, 2.0) * self.latency, 1
+        delay, times = (0.3 + 1.7 * rng.random()) * self.latency, 1
         overtake = self.overtake and rng.random() < self.overtake
         if overtake:
             delay *= 20

@@ -14,11 +14,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any
 
-from mutations import without
+from mutations import NO_FLIPS, without
 from schedule import draw, mix
 from simulated import TABLE, installed, lenient
 from table import Row
@@ -108,6 +108,8 @@ def hunt(name: str, base: int, limit: int) -> Found:
     with installed():
         for number in range(limit):
             plan = draw(base + number)
+            if name in NO_FLIPS:  # would find that the checksums are away, which is not the point
+                plan = replace(plan, faults=tuple(f for f in plan.faults if getattr(f, "action", "") != "flip"))
             with without(name), lenient():
                 violations = simulate(plan).violations
             if violations and not simulate(plan).violations:

@@ -271,9 +271,8 @@ class World:
                 self.violate(f"{service.instance} did not stop within 10 s of its drain")
             self.at(self.now, self.kill, process)
 
-        asyncio._set_running_loop(process.loop)
+        self.schedule.enter(process.loop)
         process.loop.create_task(end())
-        asyncio._set_running_loop(None)
 
     def cut(self, process: Process, how: str) -> None:
         process.cut = how
@@ -292,9 +291,8 @@ class World:
         asked.fresh()
         self.asked.append(asked)
         self._open += 1
-        asyncio._set_running_loop(gateway.loop)
+        self.schedule.enter(gateway.loop)
         asked.task = gateway.loop.create_task(self._serve(asked))
-        asyncio._set_running_loop(None)
         if plan.cancel_after:
             self.at(self.now + plan.cancel_after, self._client_leaves, asked)
 
@@ -560,6 +558,7 @@ class World:
             pass
         finally:
             self.over = True
+            self.schedule.enter(None)
             for process in self.processes:
                 process.loop.discard()
 
