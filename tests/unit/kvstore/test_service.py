@@ -1,6 +1,7 @@
 """The kvstore as workers see it: a real nats-server, bytes over shm and tcp, and the store as a process of its own."""
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -129,6 +130,31 @@ async def test_a_broken_block_is_never_published(worker, service):
         await peer.write("arena", [(granted.offsets[0], data[1])], granted.generation, time.monotonic() + 5)
         await peer.flush(time.monotonic() + 5, granted.generation)
     service.store.check()
+
+
+async def test_a_block_whose_write_is_under_way_is_not_there_yet_and_nobody_waits_for_it(worker, service):
+    """Half of it is in the arena, and later all of it: only the commit, with its checksum, makes it visible."""
+    data = blocks(3)
+    assert await worker.put(HASHES[:1], PARENTS[:1], data[:1]) == m.KvStored(1)
+    granted = await worker.reserve(HASHES[1:3], PARENTS[1:3])
+    peer, until = await worker.links.get(granted.memory), time.monotonic() + 30
+    half = BLOCK // 2
+    audit = json.loads((await worker.ask("audit", m.Ping())).state)
+    assert audit["ok"] and audit["grants"] == 1 and audit["writing"] >= 2 * BLOCK
+    for done in (half, BLOCK):
+        await peer.write("arena", [(granted.offsets[0], data[1][:done])], granted.generation, until)
+        await peer.flush(until, granted.generation)
+        got, states, valid = await worker.fetch(HASHES[:3], states=HASHES[:3])
+        assert [bytes(part) for part in got] == data[:1] and states == [None] * 3 and valid
+        again = await worker.reserve(HASHES[1:2], PARENTS[1:2])
+        assert again.grant == "" and again.offsets == [-1], "a second writer of the same block has nothing to do"
+    await peer.write("arena", [(granted.offsets[1], data[2])], granted.generation, until)
+    await peer.flush(until, granted.generation)
+    commit = m.KvCommit(granted.grant, granted.generation, [crc32(part) for part in data[1:]])
+    assert await worker.ask("commit", commit) == m.KvStored(2)
+    assert [bytes(part) for part in (await worker.fetch(HASHES[:3]))[0]] == data
+    audit = json.loads((await worker.ask("audit", m.Ping())).state)
+    assert audit["ok"] and audit["grants"] == audit["handles"] == audit["writing"] == 0
 
 
 async def test_refusals_name_what_is_wrong(worker, service):

@@ -8,6 +8,7 @@ done to the system that `headrace up` runs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fnmatch
 import signal
 import time
@@ -19,8 +20,10 @@ from typing import Any
 import aiohttp
 
 from headrace.cli.console import Console
+from headrace.cli.drill import netns
 from headrace.cli.drill.client import Ask
 from headrace.cli.drill.load import Mix
+from headrace.cli.drill.partition import CUT_SECONDS, partition
 from headrace.cli.drill.rounds import STOPPED, Fault, Result, Round, Summary, one_round
 from headrace.cli.drill.target import Borrowed, Own, Target
 from headrace.cli.drill.watch import Watch
@@ -127,6 +130,15 @@ def _messages(name: str, what: str, victim: str, faults: str, mix: Mix = MIX) ->
     return Row(name, what, fault, mix=mix)
 
 
+def _partition(name: str, what: str, into: bool, out: bool) -> Row:
+    """A prefill in a network namespace, and silence on its wire."""
+
+    async def fault(this: Round, asks: list[Ask]) -> None:
+        await partition(this, asks, into, out)
+
+    return Row(f"partition-{name}", f"{what} for {CUT_SECONDS:g} s, over tcp, in mid-hand-off", fault, cannot=netns.cannot)
+
+
 async def _nats_restart(this: Round, asks: list[Ask]) -> None:
     await _bus_fault(this, asks, lambda: this.hit("nats", signal.SIGKILL))
 
@@ -180,6 +192,9 @@ ROWS: list[Row] = [
     _messages("answers-lost", "half of a decode's answers are lost", "decode-2",
               "lose=Admitted:50%,lose=Bound:50%,lose=Verdict:50%"),
     _messages("commands-twice", "every command of a gateway comes twice", "gateway", "repeat=admit,repeat=run,repeat=cancel"),
+    *(_partition(name, what, into, out) for name, what, into, out in (
+        ("in", "nothing reaches a prefill", True, False), ("out", "nothing comes from a prefill", False, True),
+        ("both", "a prefill is cut off", True, True))),
     Row("nats-kill", "SIGKILL to NATS in mid-stream: it starts again, empty", _nats_restart, armed=False, mix=LONG),
     Row("nats-stop", f"NATS stopped for {STOPPED:g} s in mid-stream", _nats_stop, armed=False, mix=LONG),
     Row("nats-outage", f"NATS away for {NATS_AWAY:g} s in mid-stream", _nats_outage, mix=LONG),
@@ -219,7 +234,11 @@ async def run(console: Console, names: list[str], engine: str, model: Path | Non
         settings = SETTINGS | (EXACT if engine == "v41" else {})
         target = Own(console, settings, engine=engine, model=model, preset="w16", prefill=2, decode=2)
     summaries = []
-    async with target:
+    async with contextlib.AsyncExitStack() as stack:
+        if isinstance(target, Own) and any(row.cannot is netns.cannot for row in rows) and not netns.cannot():
+            target.wire = stack.enter_context(netns.Wire())
+            target.also("decode", host=target.wire.here)
+        await stack.enter_async_context(target)
         watch = Watch()
         await watch.start(target.bus)
         for row in rows:

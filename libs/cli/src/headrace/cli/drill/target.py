@@ -21,9 +21,10 @@ from typing import Any
 from headrace.bus import Bus, BusError, Peers
 from headrace.bus import messages as m
 from headrace.cli.console import Console
+from headrace.cli.drill.netns import Wire
 from headrace.cli.errors import CommandError
 from headrace.cli.state import StateDir, default_path
-from headrace.cli.supervisor import Supervisor
+from headrace.cli.supervisor import Child, Supervisor
 from headrace.cli.system import Options, System
 
 # What must be 0 once nothing is going on.
@@ -181,17 +182,21 @@ class Own(Target):
     """A system of the drill's own, on free ports, with fault points. `settings`: of the services, as in a settings file."""
 
     owned = True
+    wire: Wire | None = None  # to a network namespace, for partitions
 
     def __init__(self, console: Console, settings: dict[str, Any], **options: Any) -> None:
         super().__init__(console)
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-drill-", ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
-        config = folder / "drill.yaml"
-        config.write_text(json.dumps(settings | {"test_faults": "remote"}))  # JSON is YAML
+        self._config, self._settings = folder / "drill.yaml", settings | {"test_faults": "remote"}
         state = StateDir(folder / "state")
         state.checkpoints = StateDir(default_path()).checkpoints  # made once, kept
-        self.system = System(Options(config=config, port=0, drain_seconds=5.0, **options), state, Console(quiet=True))
+        self.system = System(Options(config=self._config, port=0, drain_seconds=5.0, **options), state, Console(quiet=True))
         self.system.console.alert = lambda text: None  # deaths are what this is about
+
+    def also(self, role: str, **settings: Any) -> None:
+        """More settings of a role, before the start."""
+        self._settings = self._settings | {role: self._settings.get(role, {}) | settings}
 
     @property
     def supervisor(self) -> Supervisor:
@@ -199,6 +204,7 @@ class Own(Target):
 
     async def _open(self) -> None:
         self.console.say("starting a system for the drill")
+        self._config.write_text(json.dumps(self._settings))  # JSON is YAML
         await self.system.start()
         self.supervisor.longest_pause = 0.5
         self.url = self.system.url
@@ -218,6 +224,20 @@ class Own(Target):
     @property
     def expected(self) -> list[str]:
         return [child.name for child in self.supervisor.children]
+
+    async def another(self, role: str, name: str, before: list[str], flags: list[str]) -> Child:
+        """One more worker, its command behind the words `before`; ready when this returns. `remove` ends it."""
+        like = self.system.services[role][0]
+        argv = [*before, *(name if word == like.name else word for word in like.argv), *flags]
+        child = Child(name, argv, like.log.with_name(f"{name}.log"), like.env)
+        await self.supervisor.start(child)
+        await self.until(lambda: self.presence(name), 60.0, f"{name} is not ready; its log ends: {child.last_lines(2)}")
+        return child
+
+    async def remove(self, child: Child) -> None:
+        self.signal(child.name, signal.SIGCONT)
+        await self.supervisor.stop([child], 10.0)
+        self.supervisor.children.remove(child)
 
     @property
     def shm_dir(self) -> Path:
