@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -281,6 +282,31 @@ def test_a_second_signal_ends_it_at_once(nats):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=5)
     assert process.returncode == 1
+
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {program!r}, "--nats-url", {url!r}, "--log-format", "json"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_signals_of_a_dead_parents_kernel_are_no_impatience(nats):
+    """A killed parent's kernel sends its children the promised signal once for each of its threads: they drain all the same."""
+    program = PARENT.format(program=PROGRAM.format(drain=0.5), url=nats.url)
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    assert any('"ready"' in line for line in parent.stderr)
+    parent.kill()
+    parent.wait(5)
+    os.kill(pid, signal.SIGTERM)
+    assert parent.stdout.readline() == "draining\n"
+    os.kill(pid, signal.SIGTERM)
+    assert parent.stdout.read() == "drained\n", "it was ended at once"
+    parent.stderr.read()
+    parent.stderr.close()
+    parent.stdout.close()
 
 
 def test_a_start_without_nats_is_one_clear_line():

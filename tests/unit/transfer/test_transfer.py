@@ -445,3 +445,25 @@ async def test_memory_refuses_what_makes_no_sense(shm_dir):
     memory.arm(1 + (1 << 16), {})
     await memory.close()
     await memory.close()
+
+
+async def test_a_closed_memory_makes_no_region_that_would_outlive_it(shm_dir, monkeypatch):
+    """A start that is given up goes on in its thread: what it makes after, or during, the end leaves no file."""
+    memory = Memory("owner", shm_dir=shm_dir, kinds=("shm",))
+    began, go_on, allocate = threading.Event(), threading.Event(), os.posix_fallocate
+
+    def slow(*arguments):
+        began.set()
+        assert go_on.wait(10)
+        allocate(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    making = asyncio.create_task(asyncio.to_thread(memory.register, "kv", 1 << 20))
+    await asyncio.to_thread(began.wait, 10)
+    await memory.close()
+    go_on.set()
+    with pytest.raises(TransferError, match="was closed while region 'kv' was made"):
+        await making
+    with pytest.raises(TransferError, match="is closed; region 'slab' would outlive it"):
+        memory.register("slab", 100)
+    assert [name for name in os.listdir(shm_dir) if name != "nonce"] == []

@@ -401,12 +401,17 @@ async def _live(service: Service) -> int:
 
 
 def _catch_signals(stop: asyncio.Event) -> None:
-    """The first SIGTERM or SIGINT drains, the second ends the process at once."""
+    """The first SIGTERM or SIGINT drains, the second ends the process at once.
+
+    Not so when the parent is gone: its kernel sends the signal that it promised once for each thread of the parent, some time
+    apart, and nobody was impatient."""
+    parent = os.getppid()
 
     def on_signal() -> None:
-        if stop.is_set():
+        if not stop.is_set():
+            stop.set()
+        elif os.getppid() == parent:
             os._exit(1)
-        stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from headrace.transfer import incarnation as incarnations
 from headrace.transfer.address import VERSION, Address, Region
-from headrace.transfer.errors import BadRange, OutOfSpace
+from headrace.transfer.errors import BadRange, OutOfSpace, TransferError
 from headrace.transfer.server import Server
 
 KINDS = ("shm", "tcp")  # best first
@@ -48,7 +48,7 @@ class Memory:
             raise ValueError(f"unknown transports {sorted(unknown)}; there are {', '.join(KINDS)}")
         if not self.kinds:
             raise ValueError(f"no transport chosen; there are {', '.join(KINDS)}")
-        self.instance = instance
+        self.instance, self._closed = instance, False
         self._shm_dir = Path(shm_dir).absolute() if "shm" in self.kinds else None
         self._incarnation = incarnations.Incarnation(instance, self._shm_dir)
         self.incarnation = self._incarnation.name
@@ -61,7 +61,6 @@ class Memory:
         self._fence: memoryview | None = None
         self._key = secrets.token_bytes(16)
         self._server = Server(self, tcp_host, tcp_port, tcp_bind or tcp_host, self._key) if "tcp" in self.kinds else None
-        self._closed = False
         if self._shm_dir:
             try:
                 self._fence = self._map("fence", 4 * FENCE_SLOTS).cast("I")
@@ -76,6 +75,8 @@ class Memory:
 
         `readable`: peers may read it without an armed generation. Raises OutOfSpace with size, free space and the way out.
         """
+        if self._closed:
+            raise TransferError(f"{self.instance} is closed; region {name!r} would outlive it")
         if name in self._regions or name in ("lock", "draft", "fence") or not name.isidentifier():
             raise ValueError(f"region name {name!r} is taken or not a plain word")
         if nbytes < 1:
@@ -205,6 +206,7 @@ class Memory:
 
     def _segment(self, name: str, nbytes: int) -> mmap.mmap:
         path = self._shm_dir / f"{self.incarnation}.{name}"
+        self._files.append(path)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, nbytes)  # a sparse file would be killed by SIGBUS later instead
@@ -220,7 +222,9 @@ class Memory:
             ) from error
         finally:
             os.close(fd)
-        self._files.append(path)
+        if self._closed:  # meanwhile, by another thread: it may have looked for the file before there was one
+            path.unlink(missing_ok=True)
+            raise TransferError(f"{self.instance} was closed while region {name!r} was made")
         return mapping
 
     def _anonymous(self, name: str, nbytes: int) -> mmap.mmap:
