@@ -205,6 +205,8 @@ def open_image(data: bytes, max_side: int = MAX_SIDE) -> Any:
         raise
     except Image.UnidentifiedImageError:
         raise ImageError("UnsupportedMediaType", _UNSUPPORTED) from None
+    except Image.DecompressionBombError:  # so large that even its header is not believed
+        raise ImageError("ImageDimensionsTooLarge", f"{_UNSUPPORTED} (At most {max_side} pixels a side are read.)") from None
     except Exception:  # a decoder meets bytes that somebody made up: whatever it raises, they are no image
         raise ImageError("Decode", _UNSUPPORTED) from None
 
