@@ -232,6 +232,28 @@ def _model_of(system: System) -> str:
     return args[args.index("--model") + 1]
 
 
+async def test_one_process_for_prompts_and_output_says_the_same(system):
+    """`--both`: a second system on the same bus would mix with the first, so this one is alone."""
+    parts = ("One process" * 20, picture(91), "and", picture(92, (300, 60)))
+    want, _ = await system.ask(*parts)
+    model = _model_of(system)
+    async with Cluster() as cluster:
+        started = await asyncio.gather(
+            cluster.start("decode", "--model", model, "--both", *ENGINE),
+            cluster.start("vision", "--model", model, "--threads", "1"),
+            cluster.start("gateway", "--model", model, "--port", "0"),
+        )
+        other = System(cluster, system.session, {process.role: process for process in started})
+        async with asyncio.timeout(30):
+            while (await system.session.get(f"{other.url}/ready")).status != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        got, cold = await other.ask(*parts)
+        again, warm = await other.ask(*parts)
+        assert got == again == want and cold["prompt_tokens_details"]["cached_tokens"] == 0
+        assert warm["prompt_tokens_details"]["cached_tokens"] == (cold["prompt_tokens"] - 1) // 128 * 128
+        await cluster.quiet(other.processes["decode"])
+
+
 async def test_what_the_trace_tells(system):
     body = chat("Trace me", picture(81))
     async with system.session.post(system.url + "/v1/chat/completions", json=body) as response:

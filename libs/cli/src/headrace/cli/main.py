@@ -22,7 +22,7 @@ COMMANDS = {
     "trace": ("trace", "the life of one request, also after it ended: who did what when"),
     "doctor": ("doctor", "check this machine and the running system; every problem comes with a way out"),
     "drill": ("drill", "kill, stop, cut off and disturb every part of a system, and show what comes of it"),
-    "bench": ("passthrough", "measure one part: gateway, engine, recipe, kernels, transfer, bus, kv, kvstore"),
+    "bench": ("passthrough", "measure one part: gateway, engine, recipe, kernels, transfer, bus, kv, kvstore, vision"),
     "make-checkpoint": ("make_checkpoint", "write a random checkpoint in the released layout"),
     "test": ("testing", "run all tests"),
     "gateway": ("passthrough", "run one gateway in the foreground"),

@@ -17,6 +17,7 @@ BENCHES = {  # name -> what it measures, and about how long that takes on two co
     "transfer": ("bytes between two processes, by shm and tcp", "10 s"),
     "bus": ("a command over NATS, beside plain nats-py", "10 s"),
     "kv": ("block identity and bookkeeping", "2 s"),
+    "vision": ("what images cost requests without any, and what the encoder does", "2 min"),
     "kvstore": ("lookup, write and read through the store", "10 s"),
 }
 

@@ -62,6 +62,9 @@ class WorkerSettings(Settings):
     ] = 0
     snapshot_bytes: Annotated[int, Meta(ge=0, description="host memory for state snapshots; 0: none, hits replay")] = 256 << 20
     swap_bytes: Annotated[int, Meta(ge=0, description="host memory for sequences that were preempted")] = 1 << 30
+    image_bytes: Annotated[
+        int, Meta(ge=0, description="memory where embeddings of images land, of models that take images; 0: 64 MiB")
+    ] = 0
     kvstore: Annotated[bool, Meta(description="look prefixes up in the kvstore and write blocks through to it")] = True
     kvstore_wait: Annotated[
         float, Meta(gt=0, description="seconds a request may wait for the kvstore before it is computed")

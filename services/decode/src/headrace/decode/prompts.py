@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from headrace.bus import messages as m
 from headrace.engine import api
 from headrace.kv.hashing import BlockHasher
+from headrace.worker.visionclient import VisionError
 
 from .request import Phase, Request
 
@@ -47,37 +48,53 @@ class Prompts:
         ids, store = m.unpack_ids(message.ids), service.store
         service.trace.event(message.request, "decode.prompt", tokens=len(ids), have=len(request.pins))
         usable = request.hashes[: (len(ids) - 1) // service.engine.info.block_tokens]
-        if usable and store.wanted(usable, min(len(request.pins), len(usable)), len(ids)):
-            task = asyncio.create_task(self._fetch_and_submit(request, ids, usable))
+        fetch = usable and store.wanted(usable, min(len(request.pins), len(usable)), len(ids))
+        if fetch or message.images:
+            task = asyncio.create_task(self._gather_and_submit(request, message, ids, usable if fetch else []))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
-            self._submit(request, ids)
+            self._submit(request, ids, [])
         return m.Accepted(service.load())
 
     def _wrong(self, request: Request, run: m.Run) -> m.Refused | None:
         info, admit = self._service.engine.info, request.admit
         if len(run.ids) != 4 * admit.prompt_tokens:
             return m.Refused("mismatch", f"{len(run.ids) // 4} ids came; {admit.prompt_tokens} were admitted")
-        if run.images:
-            return m.Refused("invalid", "a worker that computes prompts itself (--both) takes no images; use a prefill worker")
-        hashes = b"".join(self._hasher(run.namespace).hashes(run.ids))
+        if run.images and self._service.sight is None:
+            return m.Refused("invalid", f"the model at {self._service.instance} reads text only; the prompt has images")
+        if run.images != admit.images:
+            return m.Refused("mismatch", f"{len(run.images)} images came; {len(admit.images)} were admitted, or others")
+        hashes = b"".join(self._hasher(run.namespace).hashes(run.ids, m.image_starts(run.images)))
         if hashes != run.block_hashes or run.block_hashes != admit.block_hashes or run.namespace != admit.namespace:
             return m.Refused("mismatch", f"the block hashes are not this prompt's; hash with layout {info.layout_id}")
         return None
 
-    async def _fetch_and_submit(self, request: Request, ids: object, usable: list[bytes]) -> None:
-        """The rest of the prefix from the kvstore, if it has it. Its blocks stay pinned until the prompt is computed."""
-        own = min(len(request.pins), len(usable))
-        fetched = await self._service.store.fetch(request.admit.request, request.admit.namespace, usable, own)
-        if request.phase is not Phase.CREDIT:  # it ended meanwhile, and gave its own pins back
-            self._service.engine.pool.release(fetched.blocks)
-            return
-        request.pins += fetched.blocks
-        request.fetched = len(fetched.blocks)
-        self._submit(request, ids)
+    async def _gather_and_submit(self, request: Request, run: m.Run, ids: object, usable: list[bytes]) -> None:
+        """The rest of the prefix from the kvstore, if it has it (its blocks stay pinned until the prompt is computed), and the
+        embeddings of images."""
+        service = self._service
+        if usable:
+            own = min(len(request.pins), len(usable))
+            fetched = await service.store.fetch(request.admit.request, request.admit.namespace, usable, own)
+            if request.phase is not Phase.CREDIT:  # it ended meanwhile, and gave its own pins back
+                service.engine.pool.release(fetched.blocks)
+                return
+            request.pins += fetched.blocks
+            request.fetched = len(fetched.blocks)
+        images: list[api.ImageSpan] = []
+        if run.images:
+            try:
+                images = await service.sight.see(run, len(request.pins), request.deadline)
+            except VisionError as error:
+                if request.phase is Phase.CREDIT:
+                    service.problem(request, 500 if error.code == "vision_failed" else 503, f"prefill_{error.code}", str(error))
+                return
+            if request.phase is not Phase.CREDIT:
+                return
+        self._submit(request, ids, images)
 
-    def _submit(self, request: Request, ids: object) -> None:
+    def _submit(self, request: Request, ids: object, images: list[api.ImageSpan]) -> None:
         service, admit = self._service, request.admit
         wanted = api.EngineRequest(
             request=request.key,
@@ -89,6 +106,7 @@ class Prompts:
             deadline=request.deadline,
             output_tokens=admit.output_tokens,
             first_choice=admit.first_choice,
+            images=images,
         )
         try:
             service.engine.submit(wanted)

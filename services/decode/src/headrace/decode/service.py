@@ -26,6 +26,7 @@ from headrace.kv.hashing import content_binding
 from headrace.worker import slab
 from headrace.worker.service import WorkerService
 from headrace.worker.settings import WorkerSettings
+from headrace.worker.sight import Sight
 
 from .compiling import Compiling
 from .landing import Landed, Landing
@@ -82,6 +83,7 @@ class DecodeService(WorkerService):
             ("admitted", "refused", "finished", "cancelled", "failed", "expired", "corrupt", "resumed"), 0
         )
         self.prompts = Prompts(self) if settings.both else None
+        self.sight: Sight | None = None  # with `both`, of a model that takes images
         self._looked = 0.0  # when writers' lives were last checked
         self._asking: set[asyncio.Future] = set()
 
@@ -104,10 +106,11 @@ class DecodeService(WorkerService):
         slots = self.settings.slab_slots or min(self.engine.info.max_num_seqs, 64)
         self.compiling = Compiling(self.engine.grammars, self.settings.grammar_seconds)
         self.landing = Landing(self.memory, self.kv, self.engine, slots, self.settings.ticket_seconds, self._landing_says)
+        if self.settings.both:
+            self.sight = Sight.of(self, self.settings.image_bytes)
 
     def describe(self) -> dict[str, Any]:
-        said = super().describe()
-        return said | {"both": self.settings.both, "sees": said.get("sees", False) and not self.settings.both}
+        return super().describe() | {"both": self.settings.both}
 
     def load(self) -> m.Load:
         load = super().load()
@@ -568,6 +571,8 @@ class DecodeService(WorkerService):
     def tick(self, now: float) -> None:
         """Gates whose flag came late, leases, deadlines, dead writers; every 20 ms, with work or without."""
         self.landing.tick(now)
+        if self.sight is not None:
+            self.sight.tick(now)
         if now - self._looked < DEATH_SECONDS:
             return
         self._looked = now
@@ -605,7 +610,9 @@ class DecodeService(WorkerService):
 
     def peer_died(self, instance: str, why: str) -> None:
         """A gateway is gone: nobody reads its streams. It is told all the same: it may have been stopped or cut off, and come
-        back, and wait for them."""
+        back, and wait for them. (A vision worker's images are waited for no more.)"""
+        if self.sight is not None:
+            self.sight.peer_died(instance, why)
         gateway = self.gateways.get(instance)
         if gateway is None:
             return
@@ -617,6 +624,8 @@ class DecodeService(WorkerService):
     async def stop(self) -> None:
         if self.compiling is not None:
             self.compiling.stop()
+        if self.sight is not None:
+            await self.sight.stop()
         await super().stop()
 
     async def drain(self) -> None:
@@ -640,4 +649,5 @@ class DecodeService(WorkerService):
             "credits_used": self.credits_used,
             "promised": self.promised,
             "slots_out": self.landing.slots - len(self.landing.free_slots),
+            "deliveries": len(self.sight.staging) if self.sight is not None else 0,
         }

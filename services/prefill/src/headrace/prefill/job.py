@@ -37,7 +37,6 @@ class Job:
 
     content: bytes = b""  # binding of the prompt
     images: list[api.ImageSpan] = field(default_factory=list)
-    vision: str = ""  # whose embeddings are awaited
     pins: list[int] = field(default_factory=list)  # resident prefix
     fetched: int = 0  # blocks from the kvstore
     submitted: float = 0.0

@@ -10,10 +10,9 @@ import asyncio
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Annotated, Any
+from typing import Any
 from zlib import crc32
 
-from headrace.bus import Meta
 from headrace.bus import messages as m
 from headrace.bus.errors import BusError, NoResponder
 from headrace.engine import api
@@ -24,12 +23,11 @@ from headrace.transfer import GenerationRefused, Peer, PeerLost, TransferError
 from headrace.worker import slab
 from headrace.worker.service import WorkerService
 from headrace.worker.settings import WorkerSettings
-from headrace.worker.staging import Staging
-from headrace.worker.visionclient import VisionClient, VisionError, ask_grant
+from headrace.worker.sight import Sight
+from headrace.worker.visionclient import VisionError
 
 from .job import Abort, Job
 
-IMAGE_SECONDS = 60.0  # longest wait for the embeddings of a prompt's images
 QUEUE_CHUNKS = 2  # accepted work that is not computed yet, in chunks
 ASK_SECONDS = 0.5  # patience with one question; the questions are repeated
 INLINE_BYTES = 64 << 10  # more than this is checksummed in a thread
@@ -38,22 +36,14 @@ STATUS = {"invalid": 400, "internal": 500, "corrupt": 500, "bad_state": 500, "ov
           "vision_lost": 503, "vision_unknown": 503, "vision_busy": 503, "expired": 504, "deadline": 504}  # fmt: skip
 
 
-class PrefillSettings(WorkerSettings):
-    image_bytes: Annotated[
-        int, Meta(ge=0, description="memory in which embeddings of images land, of models that take images; 0: 64 MiB")
-    ] = 0
-
-
 class PrefillService(WorkerService):
     role = "prefill"
     description = "Runs prompts and writes their KV into a decode node's memory."
-    Settings = PrefillSettings
-    settings: PrefillSettings
+    Settings = WorkerSettings
 
-    def __init__(self, settings: PrefillSettings) -> None:
+    def __init__(self, settings: WorkerSettings) -> None:
         super().__init__(settings)
-        self.vision: VisionClient | None = None  # of a model that takes images
-        self._asking: set[asyncio.Task] = set()
+        self.sight: Sight | None = None  # of a model that takes images
         self.jobs: dict[str, Job] = {}  # in order of arrival
         self.tickets: Ledger[writer.Ticket] = Ledger(writer.step, writer.tick, writer.over)
         self.by_ticket: dict[str, Job] = {}
@@ -73,14 +63,7 @@ class PrefillService(WorkerService):
         }
 
     def prepare(self) -> None:
-        extra = self.engine.info.extra
-        if "image_token_id" in extra:
-            ask = ask_grant(self.bus, "vision", lambda: staging, self._asking)
-            staging = Staging(self.memory, "images", self.settings.image_bytes or 64 << 20, ask)
-            row_bytes = self.engine.info.hidden_bytes // (2 if extra["image_dtype"] == "bfloat16" else 1)
-            self.vision = VisionClient(
-                self.bus, self.instance, staging, lambda: self.address, self.peers.get, row_bytes, extra["image_dtype"]
-            )
+        self.sight = Sight.of(self, self.settings.image_bytes)
 
     async def stop(self) -> None:
         for job in list(self.jobs.values()):
@@ -88,10 +71,8 @@ class PrefillService(WorkerService):
         end = time.monotonic() + 2.0
         while self.jobs and time.monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        if self.vision is not None:
-            await self.vision.stop()
-        for task in self._asking:
-            task.cancel()
+        if self.sight is not None:
+            await self.sight.stop()
         await super().stop()
 
     async def drain(self) -> None:
@@ -202,38 +183,13 @@ class PrefillService(WorkerService):
     # ------------------------------------------------------------ images
 
     async def _see(self, job: Job) -> None:
-        """Embeddings of the images that rows which are computed or replayed may touch; the others stay where they are."""
-        run = job.run
-        if self.vision is None and self.engine.info.kind != "sim":
-            raise Abort("invalid", f"the model at {self.instance} reads text only; the prompt has {len(run.images)} images")
-        first = self.engine.first_row(len(job.pins), job.prompt_tokens)
-        wanted = [image for image in run.images if image.start + image.tokens > first]
-        rows: dict[bytes, bytes] = {}
-        if wanted:
-            rows = await self._embeddings(job, wanted)
-        dtype = self.vision.dtype if self.vision is not None else "float32"
-        job.images = [
-            api.ImageSpan(i.start, i.tokens, i.digest, rows.get(i.digest) if i.start + i.tokens > first else None, dtype)
-            for i in run.images
-        ]
-
-    async def _embeddings(self, job: Job, wanted: list[m.ImageSpan]) -> dict[bytes, bytes]:
-        run, began = job.run, time.monotonic()
-        self.depend("vision", run.vision)
-        job.vision = run.vision
+        """Embeddings of the images that this prompt's rows may touch."""
+        if self.sight is None:
+            raise Abort("invalid", f"the model at {self.instance} reads text only; the prompt has {len(job.run.images)} images")
         try:
-            deadline = min(job.deadline, began + IMAGE_SECONDS)
-            rows, answer = await self.vision.fetch(run.vision, run.request, run.namespace, wanted, deadline, run.client_id)
+            job.images = await self.sight.see(job.run, len(job.pins), job.deadline)
         except VisionError as error:
             raise Abort(error.code, str(error)) from error
-        finally:
-            job.vision = ""
-            self.undepend(run.vision)
-        self.trace.event(
-            run.request, "prefill.images", ms=(time.monotonic() - began) * 1e3, images=len(rows), of=len(run.images),
-            bytes=sum(map(len, rows.values())), computed_patches=answer.computed,
-        )  # fmt: skip
-        return rows
 
     # ------------------------------------------------------------ submit, bind
 
@@ -627,8 +583,8 @@ class PrefillService(WorkerService):
         for job in list(self.jobs.values()):
             if job.run.decode == instance:
                 self._stop_job(job, Abort("lost", f"{instance} died: {why}"))
-            elif job.vision == instance:
-                self._stop_job(job, Abort("vision_lost", f"{instance} died: {why}"))
+        if self.sight is not None:
+            self.sight.peer_died(instance, why)
 
     # ------------------------------------------------------------ sweeps
 
@@ -648,8 +604,8 @@ class PrefillService(WorkerService):
             self._forget(job)
         self.tombstones.tick(now)
         self.denied.tick(now)
-        if self.vision is not None:
-            self.vision.staging.tick(now)
+        if self.sight is not None:
+            self.sight.tick(now)
 
     def owners(self) -> dict[int, int]:
         out: dict[int, int] = {}
@@ -660,8 +616,8 @@ class PrefillService(WorkerService):
 
     def debts(self) -> dict[str, int]:
         debts = {"live": len(self.jobs), "tickets": len(self.tickets), "unbound": self._unbound}
-        if self.vision is not None:
-            debts["deliveries"] = len(self.vision.staging)
+        if self.sight is not None:
+            debts["deliveries"] = len(self.sight.staging)
         return debts
 
     def _hasher(self, namespace: bytes) -> BlockHasher:

@@ -57,6 +57,11 @@ class Encoding:
         self._running = False
 
     @property
+    def steps(self) -> int:
+        """Grows while the encoder computes, also when little of a core is left to it."""
+        return self._encoder.vision.steps
+
+    @property
     def pending(self) -> int:
         """Images queued or in the tower."""
         return len(self._turns)

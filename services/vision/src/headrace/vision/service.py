@@ -133,10 +133,10 @@ class VisionService(Service):
         return m.Load(running=self.identifier.decoding + self.encoding.pending, waiting=self.identifying.running)
 
     def progress(self) -> int:
-        """Images that came through a thread."""
+        """What came through the threads: images, and blocks of the tower."""
         if self.encoding is None:
             return 0
-        return self.identifier.counters["decoded"] + self.identifier.counters["known"] + self.encoding.counters["batches"]
+        return self.identifier.counters["decoded"] + self.identifier.counters["known"] + self.encoding.steps
 
     def describe(self) -> dict[str, Any]:
         return {

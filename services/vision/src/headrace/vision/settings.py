@@ -17,8 +17,8 @@ class VisionSettings(Settings):
     threads: Annotated[int, Meta(ge=0, description="compute threads of the encoder; 0: half of the cores")] = 0
     decoders: Annotated[int, Meta(ge=1, le=64, description="images decoded at a time")] = 1
     nice: Annotated[
-        int, Meta(ge=0, le=19, description="how far decoding and encoding stand back behind other processes of the host")
-    ] = 19
+        int, Meta(ge=0, le=19, description="steps by which decoding and encoding stand back behind other work of the host")
+    ] = 10
     batch_patches: Annotated[
         int, Meta(ge=1, description="patches that go through the encoder at a time; a larger image goes alone")
     ] = 4096

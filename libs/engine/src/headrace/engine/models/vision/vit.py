@@ -114,6 +114,7 @@ class Tower(nn.Module):
         self.patch_embed = PatchEmbed(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size)
+        self.steps = 0  # blocks computed so far: that it moves is how one knows that it lives
 
     def forward(self, patches: torch.Tensor, grids: Sequence[Grid], row_multiple: int = 1) -> torch.Tensor:
         """patches [N, 3 P P], N the patches of all `grids` in order -> [N, d]. Equal grids that stand together share a product.
@@ -126,6 +127,7 @@ class Tower(nn.Module):
         groups = [(len(list(same)), grid.patches) for grid, same in groupby(grids)]
         for block in self.blocks:
             x = block(x, phases, groups)
+            self.steps += 1
         return self.norm(x[:count])
 
     def _phases(self, grids: Sequence[Grid], device: torch.device) -> Phases:
