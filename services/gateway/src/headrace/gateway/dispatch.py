@@ -562,13 +562,14 @@ class Dispatcher:
             return self._fail(record, error)
         record.expect()
         record.shunned |= {instance}
-        event = "migrate" if record.begun else "retry"
-        self.trace.event(record.request, f"gateway.{event}", None, attempt=record.attempt, lost=instance, why=error.message,
-                         tokens=sum(choice.next for choice in record.choices))  # fmt: skip
+        tokens = sum(choice.next for choice in record.choices)
+        told = {"attempt": record.attempt, "lost": instance, "why": error.message, "tokens": tokens}
         if record.begun:
+            self.trace.event(record.request, "gateway.migrate", None, **told)
             record.migrations += 1
             self.counters["migrations"] += 1
         else:
+            self.trace.event(record.request, "gateway.retry", None, **told)
             self.counters["retries"] += 1
         self._let_go(record)
         if record.begun and len(record.choices) > 1:
