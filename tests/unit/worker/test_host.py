@@ -112,6 +112,47 @@ async def test_a_real_engine_executes_in_one_thread_and_is_cancelled_safely(host
     assert engine.pool.used == 0
 
 
+async def test_tokens_are_published_while_the_next_step_runs_and_all_else_before_it_is_planned(hosted):
+    engine, order = Threaded(SimConfig(**SMALL)), []
+    recorder = hosted(engine)
+    planned, executed = engine.plan, engine.execute
+    engine.plan = lambda: order.append("plan") or planned()
+    engine.execute = lambda plan: order.append("execute") or executed(plan)
+
+    def publish(events):
+        order.append("tokens" if any(isinstance(e, api.Tokens) for e in events) else "others")
+        assert len({isinstance(e, api.Tokens) for e in events}) == 1
+        time.sleep(0.001)
+        recorder.events.extend(events)
+
+    recorder.host._on_events = publish
+    recorder.submit("r", 300, max_tokens=30)
+    await recorder.ended("r")
+    assert recorder.tokens("r") == 30
+    indices = [e.index for e in recorder.events if isinstance(e, api.Tokens)]
+    assert indices == sorted(indices)
+    inside = [order[i - 1] for i, what in enumerate(order) if what == "tokens"][:-1]
+    assert all(what in ("plan", "execute") for what in inside), "the next step was planned before these were published"
+    assert all(order[i + 1] == "plan" for i, what in enumerate(order[:-1]) if what == "others")
+    assert recorder.host.beside >= 0.001 * (len(inside) - 1) and recorder.host.between > 0
+
+
+async def test_a_wake_from_an_event_does_not_plan_twice(hosted):
+    engine = Threaded(SimConfig(**SMALL))
+    recorder = hosted(engine)
+
+    def publish(events):
+        recorder.events.extend(events)
+        recorder.host.wake()
+
+    recorder.host._on_events = publish
+    recorder.submit("a", 300, max_tokens=20)
+    recorder.submit("b", 300, max_tokens=20)
+    await recorder.ended("a", "b")
+    assert recorder.tokens("a") == recorder.tokens("b") == 20
+    assert not any(isinstance(e, api.Failed) for e in recorder.events)
+
+
 async def test_a_failing_step_ends_its_requests_and_nothing_else(hosted):
     engine = Threaded(SimConfig(**SMALL), poison="bad")
     recorder = hosted(engine)
@@ -137,7 +178,10 @@ async def test_a_failing_plan_or_owner_does_not_stop_the_host(hosted):
     engine.plan = planned
     recorder.host._on_events = lambda events: 1 / 0
     recorder.submit("unseen", max_tokens=3)
-    await asyncio.sleep(0.05)
+    for _ in range(4000):
+        if not engine.has_work():
+            break
+        await asyncio.sleep(0.005)
     assert not engine.has_work()
     recorder.host._on_events = recorder.events.extend
     recorder.submit("seen", max_tokens=3)

@@ -4,6 +4,9 @@ Knows when to step and where. A real engine executes in one dedicated thread; th
 (`plan.seconds`), so it is executed inline after that long on a timer: no thread, no hand-over, which matters where a
 request may cost less than a millisecond of CPU in all processes together.
 
+While a step runs in the thread, the tokens of the one before it are published: they are all that can wait. What the owner must
+see before memory changes hands again (filled blocks, computed prompts, failures) is delivered before the next step is planned.
+
 An error in a step ends the requests of that step and nothing else. The sweep runs on every tick whether or not anything is
 scheduled (a sweep that only runs with new work never frees what keeps new work out). `steps` only grows: liveness is that
 number.
@@ -40,6 +43,10 @@ class EngineHost:
         self.engine = engine
         self.steps = 0
         self.lag = self.worst_lag = 0.0  # seconds that a tick came too late: the loop was busy
+        # Seconds of host work in all: between two steps, where the model waits for it, and beside one, where it does not.
+        self.between = self.beside = 0.0
+        self._executed_at = 0.0
+        self._held: list[api.Event] = []  # tokens of the last step, until the next one runs
         self._on_events, self._on_tick, self._tick, self._due = on_events, on_tick, tick, 0.0
         self._threaded = engine.info.kind != "sim"
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="model") if self._threaded else None
@@ -74,13 +81,13 @@ class EngineHost:
     def _step(self) -> None:
         self._scheduled = False
         began = time.monotonic()
-        while not self._stopped:
+        while not (self._stopped or self._stepping):
             plan = self._plan()
             if plan is None:
                 return
             self._stepping = True
             if self._threaded:
-                self._pool.submit(self.engine.execute, plan).add_done_callback(lambda f, plan=plan: self._executed(plan, f))
+                self._pool.submit(self._execute, plan).add_done_callback(lambda f, plan=plan: self._executed(plan, f))
                 return
             seconds, plan.seconds = plan.seconds, 0.0
             if seconds > 0:
@@ -113,6 +120,14 @@ class EngineHost:
         else:
             self._finish(plan, result, None)
 
+    def _execute(self, plan: Any) -> Any:  # in the model thread
+        if self._executed_at:
+            self.between += time.perf_counter() - self._executed_at
+        try:
+            return self.engine.execute(plan)
+        finally:
+            self._executed_at = time.perf_counter()
+
     def _executed(self, plan: Any, future: Future) -> None:  # in the model thread
         error = future.exception()
         result = None if error is not None else future.result()
@@ -120,24 +135,36 @@ class EngineHost:
             self._loop.call_soon_threadsafe(self._joined, plan, result, error)
 
     def _joined(self, plan: Any, result: Any, error: BaseException | None) -> None:
-        self._finish(plan, result, error)
+        """The step's result is here: apply it, begin the next one, then publish what this one said."""
+        events = self._apply(plan, result, error)
+        if any(type(event) is api.Failed for event in events):  # rare: in the order in which it happened
+            self._deliver(events)
+        else:
+            self._deliver([event for event in events if type(event) is not api.Tokens])
+            self._held = [event for event in events if type(event) is api.Tokens]
         if self.engine.has_work():
-            self.wake()
+            self._step()
+        if not self._stepping:
+            self._executed_at = 0.0  # idle: the model does not wait for the host
+        began = time.perf_counter()
+        self._deliver([])
+        self.beside += (time.perf_counter() - began) * self._stepping
 
     def _finish(self, plan: Any, result: Any, error: BaseException | None) -> None:
+        self._deliver(self._apply(plan, result, error))
+
+    def _apply(self, plan: Any, result: Any, error: BaseException | None) -> list[api.Event]:
         self._stepping = False
         self.steps += 1
         if error is None:
             try:
-                events = self.engine.apply(plan, result)
+                return self.engine.apply(plan, result)
             except Exception as failure:
-                self._fail(plan, failure)
-            else:
-                self._deliver(events)
-        else:
-            self._fail(plan, error)
+                error = failure
+        return self._failed(plan, error)
 
     def _deliver(self, events: list[api.Event]) -> None:
+        events, self._held = [*self._held, *events], []
         if events:
             try:
                 self._on_events(events)
@@ -145,8 +172,11 @@ class EngineHost:
                 log.exception("step events failed", events=len(events))
 
     def _fail(self, plan: Any, error: BaseException) -> None:
+        self._deliver(self._failed(plan, error))
+
+    def _failed(self, plan: Any, error: BaseException) -> list[api.Event]:
         log.error("engine step failed", error=repr(error), exc_info=error)
-        self._deliver(self.engine.fail(plan, error))
+        return self.engine.fail(plan, error)
 
     def _ticked(self) -> None:
         if self._stopped:

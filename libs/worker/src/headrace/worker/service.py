@@ -354,6 +354,9 @@ class _WorkerCollector:
         yield blocks
         yield GaugeMetricFamily("headrace_loop_lag_seconds", "how late the last tick was", value=service.host.lag)
         yield GaugeMetricFamily("headrace_loop_lag_worst_seconds", "how late a tick ever was", value=service.host.worst_lag)
+        for name, seconds in (("between", service.host.between), ("beside", service.host.beside)):
+            text = f"host work {name} steps of the model" + (": it waits" if name == "between" else ": hidden")
+            yield CounterMetricFamily(f"headrace_host_{name}_steps_seconds", text, value=seconds)
         yield from _engine_gauges(service.engine.stats())
         for name, value in service.store.counters.items():
             yield CounterMetricFamily(f"headrace_kvstore_client_{name}", f"kvstore client: {name}", value=float(value))
