@@ -29,6 +29,12 @@ def test_what_is_not_served_is_refused_by_name(name, protocol):
         ask(protocol, **{name: neutral})
 
 
+def test_echo_with_logprobs_is_refused():
+    ask("completions", echo=True)
+    with pytest.raises(RecipeError, match="`echo` with `logprobs` is not served"):
+        ask("completions", echo=True, logprobs=0)
+
+
 def test_labels_pass():
     ask(user="u", metadata={"a": "b"}, store=True, service_tier="auto", safety_identifier="s", prompt_cache_key="k")
 

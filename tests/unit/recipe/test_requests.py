@@ -137,7 +137,7 @@ def test_max_tokens_resolution():
 
 
 def test_completions(tokenizer):
-    parsed = completions.parse({"model": MODEL, "prompt": "def f(", "suffix": "\n", "logprobs": 2, "echo": True, "stop": "x"})
+    parsed = completions.parse({"model": MODEL, "prompt": "def f(", "suffix": "\n", "logprobs": 2, "stop": "x"})
     ids = completions.prompt_ids(parsed.prompts[0], tokenizer, parsed.extras["suffix"])
     assert ids[0] == 0 and tokenizer.added_token_id("<｜fim▁hole｜>") in ids
     assert parsed.sampling.top_logprobs == 2 and parsed.sampling.max_tokens == 16 and parsed.parsing.raw

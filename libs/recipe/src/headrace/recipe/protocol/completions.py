@@ -83,6 +83,8 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
         raise RecipeError(
             "suffix needs a text prompt; token ids can spell the fill-in-the-middle tokens themselves", param="suffix"
         )
+    if request.echo and request.logprobs is not None:
+        raise RecipeError("`echo` with `logprobs` is not served: a prompt has no log-probabilities here", param="logprobs")
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     common.check_stops(stops, "stop", single=isinstance(request.stop, str))
     if request.stream_options is not None and not request.stream:

@@ -41,6 +41,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,),
     "prediction": (),
     "prompt_embeds": (),
+    "prompt_logprobs": (),
     "regex": (),
     "skip_special_tokens": (True,),
     "stop_regex": ([],),
