@@ -13,6 +13,8 @@ COMMANDS = {
     "pack": "generate data and pack it into token shards",
     "train": "pre-train, anneal, or train the draft; resumes where it stopped",
     "measure": "what can be said about a checkpoint without a server",
+    "own": "continuations of the target itself, for its draft",
+    "carry": "weights in small pieces, to continue on another machine",
     "export": "write the released layout and the model card",
     "evaluate": "ask the running system everything that the card claims",
 }

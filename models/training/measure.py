@@ -88,13 +88,13 @@ def classes(path: Path, model: TrainingModel, renderer: Renderer, count: int) ->
 
 
 @torch.no_grad()
-def drafts(path: Path, model: TrainingModel, renderer: Renderer, kind: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def drafts(llm: LLM, model: TrainingModel, renderer: Renderer, kind: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(accepted bool [A, block], confidence logits [A, block]) at every third token of greedy answers."""
     samples = [mix.draw(kind, "draft", n, held_out=True) for n in range(count)]
     prompts = [
         list(renderer.prompt_ids(s)) if s.conversation else list(renderer.ids(s)[0][:96]) for s in samples
     ]  # fmt: skip
-    answers = LLM(path).generate(prompts, SamplingParams(temperature=0.0, max_tokens=96))
+    answers = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=96))
     block, hits, logits = model.config.dspark_block_size, [], []
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([prompt + list(answer.choices[0].ids)])
@@ -177,7 +177,8 @@ def measure(path: Path, run: Run | None, count: int, kinds: tuple[str, ...]) -> 
         numbers["export_kl"], numbers["export_same_token"] = divergence(plain, model, every)
     numbers |= classes(path, model, renderer, count)
     if model.config.num_nextn_predict_layers:
-        drafted, table = draft_numbers({kind: drafts(path, model, renderer, kind, count) for kind in kinds})
+        llm = LLM(path)
+        drafted, table = draft_numbers({kind: drafts(llm, model, renderer, kind, count) for kind in kinds})
         numbers |= drafted
         (path / "calibration.json").write_text(json.dumps({"temperatures": table}))
     return numbers

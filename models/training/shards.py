@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,26 +115,29 @@ class Batch:
 
 
 class Shards:
-    """A data folder in memory. Batch `n` is the same for everyone who asks with the same seed and size."""
+    """Data folders in memory. Batch `n` is the same for everyone who asks with the same seed and size."""
 
-    def __init__(self, folder: Path, tokens: int, seed: int) -> None:
-        """tokens: of one batch, padding included."""
-        index = folder / "index.json"
-        if not index.exists():
-            raise FileNotFoundError(f"{index} is missing; `python -m models.training pack` writes it")
-        self.index = json.loads(index.read_text())
+    def __init__(self, folders: Path | Sequence[Path], tokens: int, seed: int) -> None:
+        """tokens: of one batch, padding included. Rows of several folders are mixed as they are."""
+        folders = [folders] if isinstance(folders, Path) else list(folders)
         self.seed, self.rows, self.batch_rows = seed, {}, {}
         self.pictures: dict[int, dict[int, list[bytes]]] = {}  # context -> row -> files
-        for context in self.index["contexts"]:
-            files = sorted(folder.glob(f"c{context}-*.npz"))
-            if files:
-                parts = [dict(np.load(file)) for file in files]
+        files: dict[int, list[Path]] = {}
+        for folder in folders:
+            index = folder / "index.json"
+            if not index.exists():
+                raise FileNotFoundError(f"{index} is missing; `python -m models.training pack` writes it")
+            for context in json.loads(index.read_text())["contexts"]:
+                files.setdefault(context, []).extend(sorted(folder.glob(f"c{context}-*.npz")))
+        for context, found in sorted(files.items()):
+            if found:
+                parts = [dict(np.load(file)) for file in found]
                 self.pictures[context] = _pictures(parts)
                 names = ("ids", "weights", "documents")
                 self.rows[context] = {name: np.concatenate([p[name] for p in parts]) for name in names}
                 self.batch_rows[context] = max(1, tokens // context)
         if not self.rows:
-            raise FileNotFoundError(f"{folder} has an index but no shards; run `python -m models.training pack` again")
+            raise FileNotFoundError(f"{folders[0]} has an index but no shards; run `python -m models.training pack` again")
         self._epoch: tuple[int, list[tuple[int, np.ndarray]]] | None = None
         self.per_epoch = sum(max(1, len(r["ids"]) // self.batch_rows[c]) for c, r in self.rows.items())
 

@@ -27,6 +27,7 @@ from headrace.engine.models.v41.training import TrainingModel, indexer_loss
 
 from . import losses
 from .optimizer import Optimizer, schedule
+from .probe import probe
 from .rounding import Rounded
 from .runs import STAGES, Run
 from .shards import Shards
@@ -76,12 +77,14 @@ class Trainer:
         self.draw = torch.Generator().manual_seed(options.seed)
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self._restore()
-        self._loss_of = torch.compile(self._losses, dynamic=False) if options.compile else self._losses
+        self.forward = compiled(self.model, self.device) if options.compile else self.model
 
     # -------------------------------------------------------------- state
 
     def _restore(self) -> None:
         state = self.run.state(self.stage)
+        if state is not None and "carried" in state:  # weights without an optimiser: the stage is over
+            raise ValueError(f"stage {self.stage} of {self.run.folder} came without its optimiser; go on with the next stage")
         if state is not None:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"], self.device)
@@ -140,7 +143,7 @@ class Trainer:
         with self.rounded(self.plan.rounded or (self.draft and self.progress > 0.5)):
             for at in range(0, ids.shape[0], rows):
                 part = slice(at, at + rows)
-                total, values = self._loss_of(ids[part], weights[part], documents[part], self._images(batch.images[part]))
+                total, values = self.losses(ids[part], weights[part], documents[part], self._images(batch.images[part]))
                 (total / pieces).backward()
         values["norm"] = self.optimizer.clip(1.0)
         values["rate"] = (
@@ -152,28 +155,29 @@ class Trainer:
         return values
 
     def _images(self, rows: list[np.ndarray]) -> torch.Tensor | None:
-        """The pictures of some rows in order; None when there are none or the model does not see."""
-        pictures = [pixels for pixels in rows if len(pixels)]
-        if not pictures or self.run.config.vision is None:
+        """The pictures of some rows in order, none is possible; None when the model does not see."""
+        if self.run.config.vision is None:
             return None
+        pictures = [pixels for pixels in rows if len(pixels)] or [np.zeros((0, 0, 0, 3), np.uint8)]
         return torch.from_numpy(np.concatenate(pictures)).to(self.device)
 
-    def _losses(self, ids: torch.Tensor, weights: torch.Tensor, documents: torch.Tensor, images: torch.Tensor | None):
+    def losses(self, ids: torch.Tensor, weights: torch.Tensor, documents: torch.Tensor, images: torch.Tensor | None):
         if self.draft:
             return self._draft_losses(ids, weights, documents, images)
-        extras = ("router", "index") if self.plan.index else ("router",)
-        out = self.model(ids, documents=documents, images=images, extras=extras)
+        index = self.plan.index and self.step % self.options.index_every == 0
+        extras = ("router", "index") if index else ("router",)
+        out = self.forward(ids, documents=documents, images=images, extras=extras)
         total, target = losses.token_loss(out.logits, ids, weights, documents)
         values = {"loss": total.detach(), "target_loss": target}
-        if self.plan.index:
-            index = indexer_loss(out, self.model.config)
-            total, values["index_loss"] = total + index, index.detach()
+        if index:
+            kl = indexer_loss(out, self.model.config)
+            total, values["index_loss"] = total + kl, kl.detach()
         values["imbalance"] = losses.balance(self.model, out.router, BALANCE_RATE)
         return total, values
 
     def _draft_losses(self, ids: torch.Tensor, weights: torch.Tensor, documents: torch.Tensor, images: torch.Tensor | None):
         with torch.no_grad():
-            out = self.model(ids, documents=documents, images=images, extras=("taps",))
+            out = self.forward(ids, documents=documents, images=images, extras=("taps",))
         anchors = losses.draw_anchors(weights, documents, self.run.config.dspark_block_size, ANCHORS, self.draw)
         drafts = self.model.draft(ids, out.taps, anchors, documents)
         loss = losses.draft_loss(drafts, out.logits, anchors, documents)
@@ -186,6 +190,17 @@ class Trainer:
         )
         shown = ", ".join(f"{k} {float(v):.4g}" for k, v in values.items())
         print(f"{self.stage} {self.progress:6.1%} step {self.step} {shown}; {speed:,.0f} tokens a second", flush=True)
+
+
+def compiled(model: TrainingModel, device: torch.device):
+    """The model's forward pass as one graph. Constants that the engine caches behind `lru_cache` become plain tensors, which
+    torch.compile would trace again and stop at."""
+    from headrace.engine.models.v41 import layers
+
+    c = model.config
+    scales, sums = layers._scale_of_mix(c.hc_mult, device), layers._summing_matrices(c.hc_mult, c.hc_eps, device)
+    layers._scale_of_mix, layers._summing_matrices = (lambda *_: scales), (lambda *_: sums)
+    return torch.compile(model, dynamic=False)
 
 
 class _Stop:
@@ -206,7 +221,7 @@ class _Stop:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--stage", choices=STAGES, required=True)
-    parser.add_argument("--data", type=Path, required=True, help="folder of packed shards")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders of packed shards")
     parser.add_argument("--config", help="a new run: which model (micro, nano, tiny)")
     parser.add_argument("--tokenizer", type=Path, help="a new run: its tokenizer.json")
     schedule_of = parser.add_mutually_exclusive_group(required=True)
@@ -222,6 +237,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bf16", action="store_true", help="activations in bfloat16 (weights stay fp32)")
     parser.add_argument("--recompute", action="store_true", help="keep fewer activations, compute them again")
     parser.add_argument("--compile", action="store_true", help="torch.compile")
+    parser.add_argument("--probe", action="store_true", help="CUDA: measure first what fits, and whether --compile pays")
+    parser.add_argument("--index-every", type=int, default=1, help="train the indexer in every such step only (default: 1)")
     parser.add_argument("--save-seconds", type=float, default=60.0)
     parser.add_argument("--report-seconds", type=float, default=5.0)
 
@@ -237,8 +254,11 @@ def main(args: argparse.Namespace) -> None:
         run = Run.create(args.run, args.config, args.tokenizer)
     else:
         run = Run(args.run)
-    trainer = Trainer(run, args.stage, Shards(args.data, args.tokens, args.seed), args)
-    shutil.copyfile(args.data / "index.json", run.folder / f"data-{args.stage}.json")  # for the model card
+    shards = Shards(args.data, args.tokens, args.seed)
+    if args.probe:
+        probe(run, args, shards)
+    trainer = Trainer(run, args.stage, shards, args)
+    shutil.copyfile(args.data[0] / "index.json", run.folder / f"data-{args.stage}.json")  # for the model card
     parameters = sum(p.numel() for p in trainer.model.parameters())
     print(
         f"{run.folder}: {parameters / 1e6:.2f} M parameters on {trainer.device}; stage {args.stage} at {trainer.progress:.0%}"

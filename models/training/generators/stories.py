@@ -70,6 +70,7 @@ def cast(rng: random.Random) -> dict[str, str]:
         "place": rng.choice(words.PLACES),
         "plant": rng.choice(words.PLANTS),
         "job": rng.choice(words.JOBS),
+        "day": rng.choice(words.DAYS),
     }
     return slots
 

@@ -136,7 +136,7 @@ class TrainingModel(nn.Module):
         inside = None if images is None else ids == c.image_token_id
         h = self.embed(ids).to(self.dtype)
         if inside is not None:
-            h = h.masked_scatter(inside.unsqueeze(-1), torch.cat(self.image_encoder(list(images))).to(self.dtype))
+            h = torch.where(inside.unsqueeze(-1), self.image_rows(inside, images), h)
         image = None if inside is None else inside.flatten()
         streams, pre = enter_streams(h.flatten(0, 1), c.hc_mult)
         grams = self.hash.contexts(ids, documents, inside).flatten(0, 1) if c.engram_layer_ids else None
@@ -158,6 +158,14 @@ class TrainingModel(nn.Module):
             ordered = [taps[layer] for layer in c.dspark_target_layer_ids]
             out.taps = torch.cat(ordered, dim=-1).view(batch, length, -1)
         return out
+
+    @torch.compiler.disable  # the number of images would be part of the graph
+    def image_rows(self, inside: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        """What the rows of images are: inside bool [B, T] -> [B, T, d], zero elsewhere. There may be no images."""
+        rows = torch.zeros(*inside.shape, self.config.hidden_size, dtype=self.dtype, device=inside.device)
+        if not images.shape[0]:
+            return rows
+        return rows.masked_scatter(inside.unsqueeze(-1), torch.cat(self.image_encoder(list(images))).to(self.dtype))
 
     def draft(
         self, ids: torch.Tensor, taps: torch.Tensor, anchors: torch.Tensor, documents: torch.Tensor | None = None
@@ -242,7 +250,8 @@ class Dense:
             main = self.main[self.config.kv_owner(attn.layer)]
             scores = (q.flatten(1, 2) @ main.transpose(1, 2)).unflatten(1, q.shape[1:3]) * scale  # [B, T, H, N]
             if self.collect:
-                self.attention[attn.layer] = self._entry_mass(logits, scores, sink, attn.ratio)
+                with torch.no_grad():
+                    self.attention[attn.layer] = self._entry_mass(logits, scores, sink, attn.ratio)
             selected = self.selection[self.config.index_owner(attn.layer)]
             parts.append(scores.masked_fill(~selected.unsqueeze(2), -torch.inf))
         weights = torch.softmax(torch.cat(parts, dim=-1), dim=-1)
@@ -251,7 +260,6 @@ class Dense:
             output = output + (weights[..., width + 1 :].flatten(1, 2) @ main).view(q.shape)
         return output
 
-    @torch.no_grad()
     def _entry_mass(self, near: torch.Tensor, scores: torch.Tensor, sink: torch.Tensor, ratio: int) -> torch.Tensor:
         """Softmax mass of every visible entry, summed over heads: [B, T, N]."""
         seen = scores.masked_fill(~self.visible(ratio).unsqueeze(2), -torch.inf)
@@ -287,9 +295,9 @@ class Dense:
             scores = scores.masked_fill(~visible, -torch.inf)
         if self.collect:
             self.index[layer] = scores
-        self.selection[layer] = self._best(layer, attn.ratio, scores.detach().flatten(0, 1)).view(visible.shape)
+        with torch.no_grad():  # not as a decorator: torch.compile stops at decorated methods
+            self.selection[layer] = self._best(layer, attn.ratio, scores.detach().flatten(0, 1)).view(visible.shape)
 
-    @torch.no_grad()
     def _best(self, layer: int, ratio: int, scores: torch.Tensor) -> torch.Tensor:
         """[B * T, N] -> the best index_topk of each row, bool."""
         c, count = self.config, scores.shape[1]
