@@ -26,6 +26,7 @@ from .generators import recall
 from .sample import Sample, to_request
 
 TIMEOUT = 300.0  # seconds of one request
+READY = 60.0  # seconds that a system may take until it serves a model
 MOST_TOKENS = 400
 
 
@@ -47,7 +48,16 @@ class Client:
 
     def __init__(self, url: str, temperature: float) -> None:
         self.url, self.temperature = urllib.parse.urlsplit(url), temperature
-        self.model = self._get("/v1/models")["data"][0]["id"]
+        self.model = self._served()
+
+    def _served(self) -> str:
+        """The model's name, once workers are there."""
+        deadline = time.monotonic() + READY
+        while not (models := self._get("/v1/models")["data"]):
+            if time.monotonic() > deadline:
+                raise ValueError(f"{self.url.geturl()} answers, but serves no model after {READY:.0f} s; are its workers up?")
+            time.sleep(0.5)
+        return models[0]["id"]
 
     def _get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url.geturl().rstrip("/") + path, timeout=TIMEOUT) as reply:

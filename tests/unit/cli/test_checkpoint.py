@@ -1,4 +1,4 @@
-"""The random checkpoint of `up`: nothing is left of a making that was cut short."""
+"""What `up` serves when nothing is named; and of a random checkpoint whose making was cut short, nothing is left."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
+
+from headrace.cli.checkpoint import bundled_checkpoint
+from headrace.cli.console import Console
+from headrace.cli.state import StateDir
+from headrace.cli.system import Options, System
 
 SCRIPT = """
 import asyncio, sys
@@ -48,3 +55,28 @@ def test_killed_while_making_it_leaves_no_process_and_what_was_left_goes(tmp_pat
         process.kill()
         process.wait()
     until(lambda: not running(maker))
+
+
+def test_the_better_bundled_model_of_a_clone_is_served(tmp_path, monkeypatch):
+    monkeypatch.delenv("HEADRACE_HOME", raising=False)
+    assert bundled_checkpoint() is None
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
+    assert bundled_checkpoint() is None
+    for name in ("headrace-nano", "headrace-tiny"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        assert bundled_checkpoint() == (tmp_path / "models" / "headrace-nano" if name == "headrace-tiny" else None)
+        (tmp_path / "models" / name / "config.json").touch()
+        assert bundled_checkpoint() == tmp_path / "models" / name
+
+
+@pytest.mark.parametrize(
+    ("options", "bundled"),
+    [({}, True), ({"preset": "nano"}, False), ({"model": Path("mine")}, False), ({"engine": "sim"}, False)],
+)
+def test_what_is_named_comes_before_what_is_bundled(tmp_path, monkeypatch, options, bundled):
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
+    (tmp_path / "models" / "headrace-nano").mkdir(parents=True)
+    (tmp_path / "models" / "headrace-nano" / "config.json").touch()
+    system = System(Options(**options), StateDir(tmp_path / "state"), Console(quiet=True))
+    assert (system.bundled is not None) == bundled
+    assert system.random_words == (not bundled and "model" not in options)

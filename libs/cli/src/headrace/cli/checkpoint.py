@@ -1,4 +1,4 @@
-"""Which checkpoint a system serves when none is named: a random one in the released layout, made once and kept."""
+"""Which checkpoint a system serves when none is named: the bundled one of a clone, else a random one, made once and kept."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ from headrace.cli.supervisor import die_with_parent
 
 PRESETS = ("nano", "nano-vision", "tiny", "w16")
 MAKE_TIMEOUT = 300.0  # seconds
+BUNDLED = ("headrace-tiny", "headrace-nano")  # under models/ of a clone, the better one first
+
+
+def bundled_checkpoint() -> Path | None:
+    """The trained model that lies in this clone; None in an installation without one."""
+    home = os.environ.get("HEADRACE_HOME")
+    for name in BUNDLED if home else ():
+        path = Path(home) / "models" / name
+        if (path / "config.json").exists():
+            return path
+    return None
 
 
 async def random_checkpoint(folder: Path, preset: str, console: Console, seed: int = 0) -> Path:

@@ -1,8 +1,7 @@
 """`headrace demo`: the whole system for one minute, and a proof that its cache works.
 
 One streamed chat request with a long prompt, the same again: the texts must be equal, and the second must have computed fewer
-prompt rows, because its prefix was found in a cache. Shows both timelines. The model is random, so its words mean nothing; that
-does not matter here.
+prompt rows, because its prefix was found in a cache. Shows both timelines. What the model says does not matter here.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ the water of the day before.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the result as one JSON object on stdout, progress on stderr")
     parser.add_argument("--max-tokens", type=up.count, default=24, metavar="N", help="tokens of each answer (default: 24)")
-    parser.add_argument("--model", type=Path, metavar="PATH", help="checkpoint folder (default: a random one, made once)")
+    parser.add_argument("--model", type=Path, metavar="PATH", help="checkpoint folder (default: as `up`)")
     up.add_size(parser)
 
 

@@ -41,8 +41,9 @@ STOP_BUDGET = 10.0  # seconds for services that have nothing left to finish
 class Options:
     """What a person may choose about a system."""
 
-    model: Path | None = None  # None: a random checkpoint of `preset`; none at all for engine sim
-    preset: str = "nano"
+    # None: the bundled checkpoint, or a random one of `preset` if that is named or nothing is bundled; none for engine sim.
+    model: Path | None = None
+    preset: str | None = None
     engine: str = "v41"
     host: str = "127.0.0.1"
     port: int | None = None  # None: 8000, or a free one where that is taken
@@ -71,6 +72,8 @@ class System:
         self.peers: Peers | None = None
         self.services: dict[str, list[Child]] = {}  # role -> children
         self.url = ""
+        chosen = options.model or options.preset or options.engine == "sim"
+        self.bundled = None if chosen else checkpoint.bundled_checkpoint()
         self.model: Path | None = None
         self.ready = False
         self._failure = ""
@@ -80,7 +83,7 @@ class System:
     @property
     def random_words(self) -> bool:
         """Whether the model was not trained: its output means nothing."""
-        return self.options.model is None
+        return self.options.model is None and not self.bundled
 
     async def start(self) -> None:
         """Bring everything up. Raises CommandError, and leaves nothing running, when that fails."""
@@ -97,12 +100,13 @@ class System:
             raise
 
     async def _start(self) -> None:
-        if self.options.model:
-            self.model = checkpoint.check_model(self.options.model)
+        if named := self.options.model or self.bundled:
+            self.model = checkpoint.check_model(named)
         port = self._choose_port()
         self.url = f"http://{self.options.host}:{port}"
-        if not self.options.model and self.options.engine != "sim":  # sim needs none, and the gateway brings a tokenizer
-            self.model = await checkpoint.random_checkpoint(self.state.checkpoints, self.options.preset, self.console)
+        if not self.model and self.options.engine != "sim":  # sim needs none, and the gateway brings a tokenizer
+            preset = self.options.preset or checkpoint.PRESETS[0]
+            self.model = await checkpoint.random_checkpoint(self.state.checkpoints, preset, self.console)
         shutil.rmtree(self.shm_dir, ignore_errors=True)
         self.shm_dir.mkdir(mode=0o700)
         self.nats = NatsServer(self.state.path, self.state.logs / "nats.log")

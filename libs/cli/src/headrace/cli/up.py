@@ -31,10 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=Path,
         metavar="PATH",
-        help="checkpoint folder (default: a random one, made once; its words mean nothing)",
+        help="checkpoint folder (default: the bundled model of a clone, else a random one, made once)",
     )
     parser.add_argument(
-        "--preset", choices=PRESETS, default="nano", help="size of the random checkpoint (default: nano)"
+        "--preset", choices=PRESETS, help="a random checkpoint of this size, whose words mean nothing (default: nano)"
     )
     parser.add_argument(
         "--port",
