@@ -52,7 +52,9 @@ def kv_store(
     dim = kv.dim
     if x.shape != (rows * (2 if gate is not None else 1), dim):
         raise ValueError(f"x is {tuple(x.shape)}: {rows} slots need {dim} columns, and two rows a slot with a gate")
-    x = x.contiguous()
+    # Rows of x and gate are found by the width alone: a strided view would be read as other rows.
+    x, gate, slots = x.contiguous(), None if gate is None else gate.contiguous(), slots.contiguous()
+    rope = None if rope is None else tuple(table.contiguous() for table in rope)
     latent = torch.empty(rows, dim, dtype=torch.bfloat16, device=x.device)
     if rows:
         cos, sin = rope if rope is not None else (latent, latent)

@@ -129,6 +129,7 @@ def cache_spec(
         "block_tokens": BLOCK_TOKENS,
         "block_bytes": offset,
         "groups": [asdict(group) for group in groups],
+        "index": "planar",  # values of a block's entries, then their scales
         "state": asdict(state),
     }
     digest = hashlib.blake2b(json.dumps(meaning, sort_keys=True).encode(), digest_size=12).hexdigest()
@@ -177,9 +178,38 @@ class Entries:
         return self.codec.decode(raw.view(blocks.shape[0], -1, self.entry_bytes))
 
 
+class PlanarEntries(Entries):
+    """Index records of a block: the values of all entries, then the scales of all, as the kernels read them."""
+
+    def __init__(self, kv: KVPool, group: PagedGroup, codec: Codec) -> None:
+        super().__init__(kv, group, codec)
+        values, scales = codec.dim // 2, codec.dim // 32
+        self._parts = [
+            part.unflatten(1, (self.per_block, -1))
+            for part in self._blocks.split([self.per_block * values, self.per_block * scales], dim=1)
+        ]  # views [blocks, per_block, bytes]
+
+    def write(self, block: torch.Tensor, place: torch.Tensor, values: torch.Tensor) -> None:
+        record = self.codec.encode(values)
+        for part, data in zip(self._parts, record.split([p.shape[2] for p in self._parts], dim=-1), strict=True):
+            part[block, place] = data
+
+    def read(self, block: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        return self.codec.decode(torch.cat([part[block, place] for part in self._parts], dim=-1))
+
+    def read_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
+        picked = [part.index_select(0, blocks.flatten()) for part in self._parts]
+        return self.codec.decode(torch.cat(picked, dim=-1).view(blocks.shape[0], -1, self.entry_bytes))
+
+
 def paged_entries(kv: KVPool, kinds: Codecs) -> dict[str, Entries]:
     """Every group of the pool by its name, for example "main.2"."""
-    return {group.name: Entries(kv, group, getattr(kinds, group.name.split(".")[0])) for group in kv.spec.groups}
+    result = {}
+    for group in kv.spec.groups:
+        codec = getattr(kinds, group.name.split(".")[0])
+        planar = isinstance(codec, RecordCodec) and codec.kind == "index"
+        result[group.name] = (PlanarEntries if planar else Entries)(kv, group, codec)
+    return result
 
 
 # ------------------------------------------------------------------ packed state
@@ -366,9 +396,9 @@ class V41StatePool:
         if self.next[0][slot] != position:
             raise ValueError(f"slot {slot} is at position {self.next[0][slot]}, not {position}")
         first = tuple(self._oldest(phase, slot, position) for phase in PHASES)
-        parts = [self.codec.encode(self._rows(phase, slot, first[phase], position)) for phase in PHASES]
+        parts = [self._window_bytes(phase, slot, first[phase], position) for phase in PHASES]
         if position % 2:
-            parts.append(self.pending[:, slot, (position - 1) % self.pending_ring].contiguous().view(torch.uint8))
+            parts.append(self._pending_row(slot, position - 1).contiguous().view(torch.uint8))
         payload = b"".join(part.cpu().numpy().tobytes() for part in parts)
         return self.layout.header(self.spec.layout_id, position, first, payload) + payload
 
@@ -381,13 +411,27 @@ class V41StatePool:
             rows = position - first[phase]
             size = layers * rows * self.codec.entry_bytes
             if size:
-                values = self.codec.decode(flat[start : start + size].view(layers, rows, self.codec.entry_bytes))
-                self._window(phase)[:, slot, self._at(first[phase], position)] = values.to(self.windows.device)
+                records = flat[start : start + size].view(layers, rows, self.codec.entry_bytes)
+                self._put_window_bytes(phase, slot, first[phase], position, records)
             start += size
             self.first[phase][slot], self.next[phase][slot] = first[phase], position
         if position % 2:
             tail = flat[start:].clone().view(torch.float32).view(len(self.pending_index), 2, -1)
-            self.pending[:, slot, (position - 1) % self.pending_ring] = tail.to(self.pending.device)
+            self._put_pending_row(slot, position - 1, tail)
+
+    # What a pool with other memory has otherwise: records [layers, rows, record] uint8, pending rows fp32 [sources, 2, D].
+
+    def _window_bytes(self, phase: int, slot: int, start: int, stop: int) -> torch.Tensor:
+        return self.codec.encode(self._window(phase)[:, slot, self._at(start, stop)])
+
+    def _put_window_bytes(self, phase: int, slot: int, start: int, stop: int, records: torch.Tensor) -> None:
+        self._window(phase)[:, slot, self._at(start, stop)] = self.codec.decode(records).to(self.windows.device)
+
+    def _pending_row(self, slot: int, position: int) -> torch.Tensor:
+        return self.pending[:, slot, position % self.pending_ring]
+
+    def _put_pending_row(self, slot: int, position: int, values: torch.Tensor) -> None:
+        self.pending[:, slot, position % self.pending_ring] = values.to(self.pending.device)
 
     def _oldest(self, phase: int, slot: int, position: int) -> int:
         if self.next[phase][slot] != position:  # decoder layers that have not run up to here have nothing to tell
@@ -399,6 +443,3 @@ class V41StatePool:
 
     def _at(self, start: int, stop: int) -> torch.Tensor:
         return torch.arange(start, stop, device=self.windows.device) % self.ring
-
-    def _rows(self, phase: int, slot: int, start: int, stop: int) -> torch.Tensor:
-        return self._window(phase)[:, slot, self._at(start, stop)]

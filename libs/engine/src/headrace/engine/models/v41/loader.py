@@ -38,7 +38,7 @@ def load(checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions) -> V
     if options.batch_invariant:
         model.set_row_rule(*_row_rule(model))
     if config.engram_layer_ids:
-        model.ngrams = NgramHash(config, _token_map(checkpoint))
+        model.ngrams = NgramHash(config, token_map(checkpoint))
     return model
 
 
@@ -79,7 +79,7 @@ def _ignored(name: str) -> bool:
     return name.startswith("mtp.") and name.endswith((".embed.weight", ".head.weight")) and "markov_head" not in name
 
 
-def _token_map(checkpoint: Checkpoint) -> np.ndarray:
+def token_map(checkpoint: Checkpoint) -> np.ndarray:
     file = checkpoint.path / "tokenizer.json"
     if not file.exists():
         raise CheckpointError(f"{file} does not exist; Engram hashes need the checkpoint's own tokenizer")
@@ -108,7 +108,7 @@ class _Placer:
             if ".ffn.experts." in name or ".ffn.shared_experts." in name:
                 self._place_expert(name, spec)
             elif name.endswith("engram.embed.weight"):
-                self._module(name, depth=2, kind=Engram).read_rows = self._row_reader(name)
+                self._module(name, depth=2, kind=Engram).read_rows = row_reader(self.checkpoint, self.config, name)
             else:
                 self._place_parameter(name, spec)
         left = [name for name, parameter in self.model.named_parameters() if parameter.is_meta]
@@ -150,19 +150,21 @@ class _Placer:
             )
         return value
 
-    def _row_reader(self, name: str) -> RowReader:
-        if not self.config.quantized:
-            table = self.checkpoint.tensor(name)
-            return lambda rows: table.index_select(0, torch.from_numpy(rows)).float()
-        data, scale = self.checkpoint.bytes_of(name), self.checkpoint.bytes_of(scale_name(name))
-
-        def read(rows: np.ndarray) -> torch.Tensor:
-            picked = torch.from_numpy(np.ascontiguousarray(data[rows])).view(torch.float8_e4m3fn)
-            return dequantize_fp8_ue8m0(picked, torch.from_numpy(np.ascontiguousarray(scale[rows])), BLOCK)
-
-        return read
-
     def _module(self, name: str, depth: int, kind: type) -> nn.Module:
         module = self.model.get_submodule(".".join(name.split(".")[:-depth]))
         assert isinstance(module, kind), name
         return module
+
+
+def row_reader(checkpoint: Checkpoint, config: ModelConfig, name: str) -> RowReader:
+    """Reads rows of an Engram table from the file's memory map: only what is asked for is ever loaded."""
+    if not config.quantized:
+        table = checkpoint.tensor(name)
+        return lambda rows: table.index_select(0, torch.from_numpy(rows)).float()
+    data, scale = checkpoint.bytes_of(name), checkpoint.bytes_of(scale_name(name))
+
+    def read(rows: np.ndarray) -> torch.Tensor:
+        picked = torch.from_numpy(np.ascontiguousarray(data[rows])).view(torch.float8_e4m3fn)
+        return dequantize_fp8_ue8m0(picked, torch.from_numpy(np.ascontiguousarray(scale[rows])), BLOCK)
+
+    return read

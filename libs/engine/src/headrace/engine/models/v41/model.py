@@ -99,7 +99,7 @@ class V41Model(nn.Module):
     def forward(self, segments: Sequence[Segment], kv: KVPool, states: V41StatePool) -> torch.Tensor:
         """See `headrace.engine.batch.Model.forward`: final-norm hidden rows named by `outputs`, [R, hidden_size]."""
         c = self.config
-        _check(segments, states)
+        check_batch(segments, states)
         rows = self._rows([self._encoder_piece(i, s, states) for i, s in enumerate(segments)], segments, states)
         shared = Pass(c, rows, self._paged(kv), states, self.codecs, self.batch_invariant, self.row_multiple)
         ids = torch.tensor(
@@ -242,7 +242,7 @@ class V41Model(nn.Module):
         return self.norm(hidden.index_select(0, index))[: len(wanted)]
 
 
-def _check(segments: Sequence[Segment], states: V41StatePool) -> None:
+def check_batch(segments: Sequence[Segment], states: V41StatePool) -> None:
     """Refuse a batch that contradicts itself before anything is written."""
     for segment in segments:
         if not 0 <= segment.slot < states.slots:

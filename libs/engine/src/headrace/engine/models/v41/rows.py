@@ -98,7 +98,7 @@ class Rows:
         needed = [-(-piece.stop // self.block_tokens) for piece in self.pieces]
         self.tables = self._tensor(
             [
-                _padded_table(segments[piece.index].block_table, blocks, max(needed), piece.stop)
+                padded_table(segments[piece.index].block_table, blocks, max(needed), piece.stop)
                 for piece, blocks in zip(self.pieces, needed, strict=True)
             ]
         )  # [pieces, blocks]
@@ -133,7 +133,7 @@ class Rows:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
-def _padded_table(table: Sequence[int], blocks: int, width: int, tokens: int) -> list[int]:
+def padded_table(table: Sequence[int], blocks: int, width: int, tokens: int) -> list[int]:
     if len(table) < blocks:
         raise ValueError(f"{tokens} tokens need {blocks} blocks, the block table has {len(table)}")
     return [*table[:blocks], *[0] * (width - blocks)]

@@ -1,0 +1,552 @@
+"""One forward pass of V4.1 on a GPU, from the kernels of `headrace.kernels`; weights stay FP8 and FP4 in memory.
+
+The arithmetic is that of `..model` with activations in bf16. A batch whose pieces are all short (decode, verification) is
+one graph of operations of fixed shape: captured once for each size and replayed. Long pieces (prefill) run the same
+functions uncaptured. Knows layers and rows; policy, requests and sampling are others'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.kernels._triton import workspace
+from headrace.kernels.embedding import embedding
+from headrace.kernels.engram import engram_gate
+from headrace.kernels.gemm_upcast import gemm_upcast
+from headrace.kernels.indexer import CANDIDATE_BLOCK, block_max, index_scores
+from headrace.kernels.kv_layouts import PagedKV
+from headrace.kernels.kv_store import kv_store
+from headrace.kernels.mhc import mhc_coefficients, mhc_pass
+from headrace.kernels.quantize import round_fp4_ue8m0
+from headrace.kernels.rmsnorm import rmsnorm
+from headrace.kernels.rope import rope, rope_tables
+from headrace.kernels.routing import combine, permute, plan_rows, route
+from headrace.kernels.sparse_attention import sparse_attention
+from headrace.kernels.swiglu import swiglu
+from headrace.kernels.topk import topk
+
+from ....batch import Segment
+from ....cache import CacheSpec, KVPool
+from ..cache import DECODER, DRAFT, ENCODER, cache_spec, codecs
+from ..config import ModelConfig
+from ..engram import NgramHash, RowReader
+from ..layers import rope_frequencies
+from ..model import check_batch
+from ..rows import Piece
+from .rows import Copies, GpuRows, HostRows, host_rows
+from .states import GpuStatePool
+from .weights import Attention, Experts, Layer, Mix, Weight
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)  # rows that a decode graph may have; above, the next multiple of 256
+LONGEST = 8  # rows of a piece that go through the ring; a longer piece gets a line of its own
+
+
+def runs(config: ModelConfig) -> str:
+    """Why the kernels cannot run this model; "" when they can."""
+    c = config
+    fixed = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "hc_mult": 4}
+    for name, want in fixed.items():
+        if getattr(c, name) != want:
+            return f"{name} is {getattr(c, name)}, the kernels are for {want}"
+    if c.index_n_heads not in (16, 32, 64, 128):
+        return f"index_n_heads is {c.index_n_heads}, the kernels are for 16, 32, 64 or 128"
+    if c.candidate_source_layer_id is not None and c.candidate_block_size != CANDIDATE_BLOCK:
+        return f"candidate_block_size is {c.candidate_block_size}, the kernels are for {CANDIDATE_BLOCK}"
+    widths = {
+        "hidden_size": c.hidden_size,
+        "q_lora_rank": c.q_lora_rank,
+        "moe_intermediate_size": c.moe_intermediate_size,
+        "o_groups x o_lora_rank": c.o_groups * c.o_lora_rank,
+        "num_attention_heads / o_groups x head_dim": c.num_attention_heads // c.o_groups * c.head_dim,
+    }
+    if c.engram_layer_ids:
+        widths["Engram's memory"] = (c.engram_max_ngram_size - 1) * c.engram_n_heads * c.engram_head_dim
+    for name, width in widths.items():
+        if width % 128:
+            return f"{name} is {width}, the kernels need a multiple of 128"
+    if c.o_lora_rank % 32:
+        return f"o_lora_rank is {c.o_lora_rank}, the kernels need a multiple of 32"
+    return ""
+
+
+@dataclass(slots=True)
+class Inputs:
+    """What a pass needs from the host, on the device. `decoder`: rows of the second phase and where each lies among the
+    first's, when they differ."""
+
+    ids: torch.Tensor  # int32 [padded]
+    rows: GpuRows
+    memory: dict[int, torch.Tensor]  # Engram layer -> bf16 [padded, hashes * dim]
+    decoder: tuple[GpuRows, torch.Tensor] | None = None
+
+
+class Selection:
+    """Compressed entries that rows attend to, on their way from the layers that choose to those that reuse."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, torch.Tensor] = {}  # index owner -> int32 [padded, k]
+        self.entries: dict[tuple[int, int], torch.Tensor] = {}  # (KV owner, index owner) -> pool entries int32
+        self.candidates: torch.Tensor | None = None  # int32 [padded, C] blocks
+
+
+class V41Gpu:
+    """Implements `headrace.engine.batch.Model`; `gpu/loader.py` makes it."""
+
+    kind = "v41"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        layers: list[Layer],
+        embed: torch.Tensor,
+        norm: torch.Tensor,
+        head: Weight,
+        ngrams: NgramHash | None,
+        readers: dict[int, RowReader],
+        *,
+        numerics: str,
+        batch_invariant: bool,
+        keep_rows: int | None,
+        graphs: bool,
+    ) -> None:
+        c = self.config = config
+        self.device, self.dtype = device, torch.bfloat16
+        self.spec: CacheSpec = cache_spec(c, "quantized", numerics, batch_invariant, keep_rows)
+        self.codecs = codecs(c, "quantized")
+        self.batch_invariant, self.graphs = batch_invariant, graphs
+        self.vocab_size, self.hidden_size = c.vocab_size, c.hidden_size
+        self.eos_token_ids, self.max_model_len = c.eos_token_id, c.max_position_embeddings
+        self.checkpoint_digest = ""
+        self.layers, self.embed, self.norm, self.head = layers, embed, norm, head
+        self.ngrams, self.readers = ngrams, readers
+        self.frequencies = {kind: rope_frequencies(c, kind).to(device) for kind in (False, True)}
+        self._captured: dict[tuple, _Graph] = {}
+
+    def new_states(self, slots: int, scratch: int = 0) -> GpuStatePool:
+        """`slots` state slots. `scratch`: entries of chunks longer than a ring that are made room for at once."""
+        return GpuStatePool(self.config, self.spec, self.codecs, slots, scratch, self.device)
+
+    # -------------------------------------------------------------- entry points
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment], kv: KVPool, states: GpuStatePool) -> torch.Tensor:
+        """See `headrace.engine.batch.Model.forward`: final-norm hidden rows named by `outputs`, bf16 [R, hidden_size]."""
+        check_batch(segments, states)
+        pieces = [self._encoder_piece(i, s, states) for i, s in enumerate(segments)]
+        kept = self._decoder_pieces(pieces, segments, states)
+        short = kept == pieces and all(piece.length <= LONGEST for piece in pieces)
+        blocks = _bucket(max(-(-piece.stop // self.spec.block_tokens) for piece in pieces))
+        host = self._host(pieces, segments, states, blocks, short)
+        states.ensure_scratch(host.scratch)
+        ids = np.zeros(host.matrix.shape[1], np.int32)
+        ids[: host.count] = [token for piece in pieces for token in segments[piece.index].ids]
+        memory = self._memory(pieces, segments, host.matrix.shape[1])
+        if short and self.graphs:
+            hidden = self._replay(host, ids, memory, kv, states)
+        else:
+            hidden = self._uncaptured(host, ids, memory, pieces, kept, segments, kv, states)
+        if hidden is None:
+            return torch.zeros(0, self.hidden_size, dtype=self.dtype, device=self.device)
+        return hidden.index_select(0, self._upload(_places(kept, segments)))
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden_size] -> [R, vocab_size] fp32."""
+        return self.head(hidden.to(self.dtype), torch.float32, self.batch_invariant)
+
+    # -------------------------------------------------------------- the host's part
+
+    def _encoder_piece(self, index: int, segment: Segment, states: GpuStatePool) -> Piece:
+        first = states.advance(ENCODER, segment.slot, segment.start, segment.stop)
+        return self._piece(index, segment.start, segment.stop, max(first, segment.window_floor))
+
+    def _decoder_pieces(
+        self, pieces: list[Piece], segments: Sequence[Segment], states: GpuStatePool
+    ) -> list[Piece]:
+        kept = []
+        for piece in pieces:
+            segment = segments[piece.index]
+            start = min(max(piece.start, segment.decoder_floor), piece.stop)
+            if start < piece.stop:
+                first = states.advance(DECODER, segment.slot, start, piece.stop)
+                states.advance(DRAFT, segment.slot, start, piece.stop)
+                floor = max(first, segment.window_floor, segment.decoder_floor)
+                kept.append(self._piece(piece.index, start, piece.stop, floor))
+        return kept
+
+    def _piece(self, index: int, start: int, stop: int, floor: int) -> Piece:
+        """A floor that no row's window reaches down to is no floor: then both phases have the same rows more often."""
+        return Piece(index, start, stop, floor if floor > start - self.config.sliding_window + 1 else 0)
+
+    def _host(
+        self, pieces: list[Piece], segments: Sequence[Segment], states: GpuStatePool, blocks: int, short: bool
+    ) -> HostRows:
+        count = sum(piece.length for piece in pieces)
+        return host_rows(
+            pieces,
+            segments,
+            window=self.config.sliding_window,
+            ring=states.ring,
+            slots=states.slots,
+            longest=LONGEST,
+            padded=_padded(count) if short and self.graphs else count,
+            blocks=blocks,
+            block_tokens=self.spec.block_tokens,
+        )
+
+    def _memory(self, pieces: list[Piece], segments: Sequence[Segment], padded: int) -> dict[int, torch.Tensor]:
+        """Engram rows of this batch, host memory: layer -> bf16 [padded, hashes * dim]."""
+        if self.ngrams is None:
+            return {}
+        hashed = self.ngrams.contexts([(segments[p.index].prev_ids, segments[p.index].ids) for p in pieces])
+        result = {}
+        for layer, read in self.readers.items():
+            rows = self.ngrams.rows(layer, hashed)
+            values = read(rows.reshape(-1)).view(rows.shape[0], -1).to(self.dtype)
+            result[layer] = torch.nn.functional.pad(values, (0, 0, 0, padded - rows.shape[0]))
+        return result
+
+    def _upload(self, values: np.ndarray) -> torch.Tensor:
+        host = torch.from_numpy(np.ascontiguousarray(values))
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+
+    def _rows(self, host: HostRows, matrix: torch.Tensor, tables: torch.Tensor, states: GpuStatePool) -> GpuRows:
+        copies = None if host.copies is None else Copies(*(self._upload(part) for part in host.copies))
+        return GpuRows(
+            matrix,
+            tables,
+            window=self.config.sliding_window,
+            ring=states.ring,
+            pending_ring=states.pending_ring,
+            slots=states.slots,
+            block_tokens=self.spec.block_tokens,
+            copies=copies,
+        )
+
+    def _uncaptured(
+        self,
+        host: HostRows,
+        ids: np.ndarray,
+        memory: dict[int, torch.Tensor],
+        pieces: list[Piece],
+        kept: list[Piece],
+        segments: Sequence[Segment],
+        kv: KVPool,
+        states: GpuStatePool,
+    ) -> torch.Tensor | None:
+        rows = self._rows(host, self._upload(host.matrix), self._upload(host.tables), states)
+        memory = {layer: values.to(self.device) for layer, values in memory.items()}
+        inputs = Inputs(self._upload(ids), rows, memory)
+        if not kept:
+            self.run(inputs, kv, states, until=self.config.cut_layer)
+            return None
+        if kept != pieces:
+            second = self._host(kept, segments, states, host.tables.shape[1], False)
+            states.ensure_scratch(second.scratch)
+            decoder = self._rows(second, self._upload(second.matrix), self._upload(second.tables), states)
+            inputs.decoder = decoder, self._upload(_among(kept, pieces))
+        return self.run(inputs, kv, states)
+
+    def _replay(
+        self, host: HostRows, ids: np.ndarray, memory: dict[int, torch.Tensor], kv: KVPool, states: GpuStatePool
+    ) -> torch.Tensor:
+        pieces = _padded(host.tables.shape[0])
+        tables = np.zeros((pieces, host.tables.shape[1]), np.int32)
+        tables[: host.tables.shape[0]] = host.tables
+        key = (*host.matrix.shape, *tables.shape, kv.data.data_ptr(), states.windows.data_ptr())
+        if key not in self._captured:
+            self._captured[key] = _Graph(self, host, ids, tables, memory, kv, states)
+        return self._captured[key](host.matrix, ids, tables, memory)
+
+    # -------------------------------------------------------------- the device's part
+
+    def run(self, inputs: Inputs, kv: KVPool, states: GpuStatePool, until: int | None = None) -> torch.Tensor | None:
+        """All layers: final-norm hidden rows [padded, d]. `until`: stop when that layer's sources are written."""
+        c, rows = self.config, inputs.rows
+        tables = self._phases(rows)
+        x = embedding(self.embed, inputs.ids).unsqueeze(1).repeat(1, c.hc_mult, 1)
+        pre = torch.zeros(x.shape[0], c.hc_mult, device=self.device)
+        pre[:, 0] = 1.0
+        selection, expand = Selection(), None
+        for index, layer in enumerate(self.layers):
+            if layer.engram is not None:
+                x, expand = mhc_pass(x, expand)[0] if expand else x, None
+                x = self._engram(layer, x, inputs.memory[index])
+            x, u, parts = mhc_pass(x, expand, pre, layer.attn_mix.fn)
+            next_pre, post, comb = self._coefficients(parts, layer.attn_mix)
+            u = rmsnorm(u, layer.attn_norm, c.rms_norm_eps)
+            if layer.attn.source is not None:
+                self._write_source(index, layer.attn, u, rows, kv, states)
+            if index == until:
+                return None
+            if index == c.cut_layer and inputs.decoder is not None:
+                rows, take = inputs.decoder
+                x, u, next_pre, post, comb = (t.index_select(0, take) for t in (x, u, next_pre, post, comb))
+                tables = self._phases(rows)
+            if index == c.cut_layer:
+                selection = Selection()
+            o = self._attention(index, layer.attn, u, rows, tables[c.compress_ratios[index] > 0], selection, kv, states)
+            x, u, parts = mhc_pass(x, (o, post, comb), next_pre, layer.ffn_mix.fn)
+            pre, post, comb = self._coefficients(parts, layer.ffn_mix)
+            o = self._experts(layer.ffn, rmsnorm(u, layer.ffn_norm, c.rms_norm_eps), rows)
+            expand = o, post, comb
+        _, hidden, _ = mhc_pass(x, expand, pre)
+        return rmsnorm(hidden, self.norm, c.rms_norm_eps)
+
+    def _phases(self, rows: GpuRows) -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
+        return {kind: rope_tables(rows.position, frequencies) for kind, frequencies in self.frequencies.items()}
+
+    def _coefficients(self, parts: torch.Tensor, mix: Mix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        c = self.config
+        return mhc_coefficients(
+            parts, mix.base, mix.scale, c.hidden_size, c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters
+        )
+
+    def _engram(self, layer: Layer, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        engram = layer.engram
+        projected = engram.wkv(memory, invariant=self.batch_invariant)
+        return engram_gate(x, projected, engram.q_weight, engram.k_weight, self.config.rms_norm_eps)
+
+    # -------------------------------------------------------------- attention
+
+    def _attention(
+        self,
+        index: int,
+        attn: Attention,
+        u: torch.Tensor,
+        rows: GpuRows,
+        phases: tuple[torch.Tensor, torch.Tensor],
+        selection: Selection,
+        kv: KVPool,
+        states: GpuStatePool,
+    ) -> torch.Tensor:
+        """u bf16 [padded, d] -> [padded, d]."""
+        c, invariant = self.config, self.batch_invariant
+        first = attn.first(u, invariant=invariant)
+        qr = rmsnorm(first[:, : c.q_lora_rank], attn.q_norm, c.rms_norm_eps)
+        q = attn.wq(qr, invariant=invariant).view(-1, c.num_attention_heads, c.head_dim)
+        rope(q, *phases)
+        window = states.window_kv(index)
+        if rows.copies is not None:
+            _copy(states.windows[index], rows.copies.history_from, rows.copies.history_to)
+        kv_store(first[:, c.q_lora_rank :], window, rows.window_store, attn.kv_norm, c.rms_norm_eps, phases)
+        if attn.selector is not None:
+            selection.numbers[index] = self._select(index, attn, u, qr, rows, phases, selection, kv)
+        extra, entries = None, None
+        if c.compress_ratios[index]:
+            extra, entries = self._chosen(index, rows, selection, kv)
+        out, _ = sparse_attention(
+            q, window, rows.window_index, c.head_dim**-0.5, extra, entries, attn.sink, phases, invariant
+        )
+        if rows.copies is not None:
+            _copy(states.windows[index], rows.copies.keep_from, rows.copies.keep_to)
+        return self._project(attn, out)
+
+    def _project(self, attn: Attention, out: torch.Tensor) -> torch.Tensor:
+        """[padded, H, D] -> [padded, d]: per group of heads, then all groups."""
+        c, rows = self.config, out.shape[0]
+        grouped = out.view(rows, c.o_groups, -1).transpose(0, 1).contiguous()
+        counts = torch.full((c.o_groups,), rows, dtype=torch.int32, device=self.device)
+        low = _grouped(attn.wo_a, grouped, counts=counts, invariant=self.batch_invariant)  # [groups, rows, rank]
+        return attn.wo_b(low.transpose(0, 1).reshape(rows, -1), invariant=self.batch_invariant)
+
+    def _write_source(
+        self, index: int, attn: Attention, u: torch.Tensor, rows: GpuRows, kv: KVPool, states: GpuStatePool
+    ) -> None:
+        """Compress the rows; finished entries and their index keys go into the pool, unfinished pairs into the state."""
+        c, source, ratio = self.config, attn.source, self.config.compress_ratios[index]
+        phases = rope_tables(rows.group_start(ratio), self.frequencies[True])
+        store = rows.entry_store(ratio)
+        x, gate = self._compress(index, attn, u, rows, states)
+        latent = kv_store(x, self._paged(kv, "main", index), store, source.norm, c.rms_norm_eps, phases, gate)
+        key = source.wk(latent, invariant=self.batch_invariant)
+        kv_store(key, self._paged(kv, "index", index), store, source.k_norm, c.rms_norm_eps, phases)
+
+    def _compress(
+        self, index: int, attn: Attention, u: torch.Tensor, rows: GpuRows, states: GpuStatePool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `kv_store` compresses: ratio 1 (projection [padded, D], None); ratio 2 fp32 ([2 padded, D], gate)."""
+        source, invariant = attn.source, self.batch_invariant
+        if source.wgate is None:
+            return source.wkv(u, invariant=invariant), None
+        fresh = torch.stack([w(u, torch.float32, invariant) for w in (source.wkv, source.wgate)], 1)  # [padded, 2, D]
+        pending = states.pending[states.pending_index[index]]
+        inside = fresh.index_select(0, rows.row_before)
+        before = torch.where(rows.begins[:, None, None], pending.index_select(0, rows.pending_before), inside)
+        pending.index_copy_(0, rows.pending_store, fresh)
+        pairs = torch.stack([before, fresh], 1)  # [padded, token of the pair, (kv, gate), D]
+        return tuple(pairs[:, :, part].reshape(2 * rows.padded, -1) for part in (0, 1))
+
+    # -------------------------------------------------------------- selection
+
+    def _select(
+        self,
+        index: int,
+        attn: Attention,
+        u: torch.Tensor,
+        qr: torch.Tensor,
+        rows: GpuRows,
+        phases: tuple[torch.Tensor, torch.Tensor],
+        selection: Selection,
+        kv: KVPool,
+    ) -> torch.Tensor:
+        """Entry numbers ascending, -1 behind them: int32 [padded, index_topk]."""
+        c, ratio = self.config, self.config.compress_ratios[index]
+        visible, most = rows.visible(ratio), rows.tokens // ratio
+        if most <= c.index_topk:
+            numbers = torch.arange(most, dtype=torch.int32, device=self.device)
+            return torch.where(numbers < visible.unsqueeze(1), numbers, -1)
+        q = attn.selector.wq(qr, invariant=self.batch_invariant).view(-1, c.index_n_heads, c.index_head_dim)
+        q = round_fp4_ue8m0(rope(q, *phases)).to(self.dtype)
+        weights = attn.selector.weights(u, torch.float32, self.batch_invariant)
+        weights = weights * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)
+        keys = self._paged(kv, "index", c.kv_owner(index))
+        allowed = selection.candidates if c.uses_candidates(index) else None
+        scores = index_scores(q, weights, keys, rows.tables, rows.sequence, visible, most, allowed)
+        if index == c.candidate_source_layer_id and most > c.candidate_topk_blocks * CANDIDATE_BLOCK:
+            blocks = (visible + (CANDIDATE_BLOCK - 1)) // CANDIDATE_BLOCK
+            selection.candidates = topk(block_max(scores, visible), c.candidate_topk_blocks, blocks)
+        chosen = topk(scores, c.index_topk)
+        return chosen if allowed is None else _positions_in(allowed, chosen)
+
+    def _chosen(
+        self, index: int, rows: GpuRows, selection: Selection, kv: KVPool
+    ) -> tuple[PagedKV, torch.Tensor]:
+        owner, chooser = self.config.kv_owner(index), self.config.index_owner(index)
+        if (owner, chooser) not in selection.entries:
+            entries = rows.entries(selection.numbers[chooser], self.config.compress_ratios[owner])
+            selection.entries[owner, chooser] = entries.int()
+        return self._paged(kv, "main", owner), selection.entries[owner, chooser]
+
+    def _paged(self, kv: KVPool, kind: str, layer: int) -> PagedKV:
+        group = next(g for g in kv.spec.groups if g.name == f"{kind}.{layer}")
+        layout = {"main": "main_fp4", "index": "index_fp4"}[kind]
+        return PagedKV(kv.data, layout, kv.spec.entries_per_block(group), kv.spec.block_bytes, group.offset)
+
+    # -------------------------------------------------------------- experts
+
+    def _experts(self, ffn: Experts, x: torch.Tensor, rows: GpuRows) -> torch.Tensor:
+        """[padded, d] -> [padded, d]; padding rows reach no routed expert."""
+        c, invariant = self.config, self.batch_invariant
+        logits = ffn.gate(x, torch.float32, invariant)
+        experts, weights = route(logits, ffn.bias, ffn.top_k, scale=c.routed_scaling_factor)
+        experts = experts.masked_fill(~rows.live.unsqueeze(1), -1)
+        row_of_choice, group_of_row, _ = plan_rows(experts, ffn.count)
+        capacity = group_of_row.shape[0]
+        spread = torch.zeros(capacity + 1, device=self.device)
+        spread[row_of_choice.flatten().long()] = weights.flatten()  # -1 is the spare last place
+        grouped = permute(x, row_of_choice, capacity)
+        hidden = _grouped(ffn.w_in, grouped, group_of_row=group_of_row, invariant=invariant)
+        hidden = swiglu(hidden, c.swiglu_limit, spread[:-1])
+        routed = _grouped(ffn.w_out, hidden, group_of_row=group_of_row, invariant=invariant)
+        shared = ffn.shared_out(swiglu(ffn.shared_in(x, invariant=invariant), c.swiglu_limit), invariant=invariant)
+        return combine(routed, row_of_choice, None, shared)
+
+
+class _Graph:
+    """A captured pass of one shape: static inputs, and the output's place."""
+
+    WARM_UPS = 2  # Triton compiles and chooses in the first; the capture itself must not
+
+    def __init__(
+        self,
+        model: V41Gpu,
+        host: HostRows,
+        ids: np.ndarray,
+        tables: np.ndarray,
+        memory: dict[int, torch.Tensor],
+        kv: KVPool,
+        states: GpuStatePool,
+    ) -> None:
+        self.device = model.device
+        self.matrix, self.ids, self.tables = (model._upload(part).clone() for part in (host.matrix, ids, tables))
+        self.memory = {layer: values.to(model.device) for layer, values in memory.items()}
+
+        def run() -> torch.Tensor:
+            rows = model._rows(host, self.matrix, self.tables, states)
+            return model.run(Inputs(self.ids, rows, self.memory), kv, states)
+
+        if self.device.type != "cuda":  # the interpreter has nothing to capture
+            self.graph, self.run = None, run
+            return
+        # A pass writes only what its own rows own, with the same values each time: it may run more than once. All but the
+        # pending ring, which a pass reads before it writes another cell.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(self.WARM_UPS):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.out = run()
+        self._scratch = workspace(self.device, 1, 1)  # the kernels' own, which a larger launch would replace and free
+
+    def __call__(
+        self, matrix: np.ndarray, ids: np.ndarray, tables: np.ndarray, memory: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        for place, values in ((self.matrix, matrix), (self.ids, ids), (self.tables, tables)):
+            place.copy_(torch.from_numpy(values), non_blocking=True)
+        for layer, values in memory.items():
+            self.memory[layer].copy_(values, non_blocking=True)
+        if self.graph is None:
+            return self.run()
+        self.graph.replay()
+        return self.out
+
+
+def _grouped(
+    weight: Weight,
+    x: torch.Tensor,
+    *,
+    group_of_row: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    invariant: bool = False,
+) -> torch.Tensor:
+    return gemm_upcast(
+        x, weight.data, weight.scale, weight.name, group_of_row=group_of_row, counts=counts, batch_invariant=invariant
+    )
+
+
+def _copy(pool: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy entries of pool [entries, record]."""
+    pool.index_copy_(0, target, pool.index_select(0, source))
+
+
+def _positions_in(candidates: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Columns [T, k] of scores over candidate blocks [T, C] -> entry numbers; ascending stays ascending, -1 stays."""
+    block = candidates.gather(1, columns.clamp_min(0).long() // CANDIDATE_BLOCK)
+    return torch.where(columns < 0, -1, block * CANDIDATE_BLOCK + columns % CANDIDATE_BLOCK)
+
+
+def _places(pieces: list[Piece], segments: Sequence[Segment]) -> np.ndarray:
+    """Rows named by each segment's `outputs`, in the order of the segments, among the rows of `pieces`."""
+    row_of, begin = {}, 0
+    for piece in pieces:
+        row_of[piece.index] = begin - piece.start
+        begin += piece.length
+    return np.array([row_of[i] + p for i, s in enumerate(segments) for p in s.outputs], np.int64)
+
+
+def _among(kept: list[Piece], pieces: list[Piece]) -> np.ndarray:
+    """Where each row of `kept` lies among the rows of `pieces`."""
+    row_of, begin = {}, 0
+    for piece in pieces:
+        row_of[piece.index] = begin - piece.start
+        begin += piece.length
+    return np.concatenate([row_of[p.index] + np.arange(p.start, p.stop, dtype=np.int64) for p in kept])
+
+
+def _padded(count: int) -> int:
+    """The size of graph for so many rows."""
+    return next((size for size in SIZES if size >= count), -(-count // 256) * 256)
+
+
+def _bucket(blocks: int) -> int:
+    """Block tables are as wide as the next power of two, so that a sequence meets few graphs while it grows."""
+    return 1 << max(blocks - 1, 0).bit_length()

@@ -1,0 +1,188 @@
+"""The rows of one phase of a GPU pass: what the host says of each row, and every index that follows from it.
+
+The host writes one small integer matrix (a column per row) and the block tables; all other indices are computed from
+these on the device, in operations of fixed shape, so that a captured graph can be replayed with another batch. Padding
+rows have `live` 0: they write nothing that is read and read nothing.
+
+Where window KV lies: a pool of entries per layer, `ring` of them for every state slot (position p at p % ring), and
+behind these a scratch line for pieces that are longer than a ring can take: the window before the piece, then the piece.
+Knows positions and places; does not know weights or formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from ....batch import Segment
+from ..rows import Piece, padded_table
+
+# Rows of the host's matrix.
+POSITION, SEQUENCE, SLOT, FLOOR, WRITE_FLOOR, SCRATCH, IN_PIECE, FROM_END, LIVE = range(9)
+FIELDS = 9
+RING = -(1 << 30)  # SCRATCH of a row whose window lies in its ring
+
+
+@dataclass(slots=True)
+class Copies:
+    """Entries to copy inside a layer's window pool, for long pieces: history into the scratch line before they are
+    attended to, the last rows back into the ring after. int64 [n] each."""
+
+    history_from: torch.Tensor
+    history_to: torch.Tensor
+    keep_from: torch.Tensor
+    keep_to: torch.Tensor
+
+
+@dataclass(slots=True)
+class HostRows:
+    """What travels to the device: matrix int32 [FIELDS, padded], tables int32 [pieces, blocks]."""
+
+    matrix: np.ndarray
+    tables: np.ndarray
+    copies: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None
+    scratch: int  # entries of the scratch line in use
+    count: int
+
+
+def host_rows(
+    pieces: Sequence[Piece],
+    segments: Sequence[Segment],
+    *,
+    window: int,
+    ring: int,
+    slots: int,
+    longest: int,
+    padded: int,
+    blocks: int,
+    block_tokens: int,
+) -> HostRows:
+    """`longest`: rows of a piece that still go through the ring; `padded` rows and `blocks` columns in all."""
+    count = sum(piece.length for piece in pieces)
+    matrix = np.zeros((FIELDS, padded), np.int32)
+    matrix[SCRATCH], matrix[SLOT] = RING, slots  # padding rows write into the spare slot
+    tables = np.zeros((len(pieces), blocks), np.int32)
+    copies: list[list[np.ndarray]] = [[], [], [], []]
+    begin, scratch = 0, 0
+    for number, piece in enumerate(pieces):
+        segment, own = segments[piece.index], slice(begin, begin + piece.length)
+        matrix[POSITION, own] = np.arange(piece.start, piece.stop)
+        matrix[SEQUENCE, own] = number
+        matrix[SLOT, own] = segment.slot
+        matrix[FLOOR, own] = max(piece.floor, 0)
+        matrix[WRITE_FLOOR, own] = segment.write_floor
+        matrix[IN_PIECE, own] = np.arange(piece.length)
+        matrix[FROM_END, own] = np.arange(piece.length, 0, -1)
+        matrix[LIVE, own] = 1
+        needed = -(-piece.stop // block_tokens)
+        tables[number, :needed] = padded_table(segment.block_table, needed, needed, piece.stop)
+        if piece.length > longest:
+            line = (slots + 1) * ring + scratch - (piece.start - window + 1)  # entry of position 0, had it one
+            matrix[SCRATCH, own] = line
+            before = np.arange(max(piece.start - window + 1, 0), piece.start)
+            kept = np.arange(max(piece.stop - ring, piece.start), piece.stop)
+            for part, values in zip(
+                copies,
+                (segment.slot * ring + before % ring, line + before, line + kept, segment.slot * ring + kept % ring),
+                strict=True,
+            ):
+                part.append(values)
+            scratch += window - 1 + piece.length
+        begin += piece.length
+    joined = tuple(np.concatenate(part).astype(np.int64) for part in copies) if scratch else None
+    return HostRows(matrix, tables, joined, scratch, count)
+
+
+class GpuRows:
+    """One phase on the device. Everything here is a function of `matrix` and `tables`."""
+
+    def __init__(
+        self,
+        matrix: torch.Tensor,
+        tables: torch.Tensor,
+        *,
+        window: int,
+        ring: int,
+        pending_ring: int,
+        slots: int,
+        block_tokens: int,
+        copies: Copies | None = None,
+    ) -> None:
+        self.matrix, self.tables, self.copies = matrix, tables, copies
+        self.window, self.ring, self.pending_ring, self.slots = window, ring, pending_ring, slots
+        self.block_tokens = block_tokens
+        self.padded, self.tokens = matrix.shape[1], tables.shape[1] * block_tokens
+        self.live = matrix[LIVE] != 0
+        self.position = matrix[POSITION].long()
+        self.sequence = matrix[SEQUENCE].contiguous()
+
+    @cached_property
+    def window_store(self) -> torch.Tensor:
+        """Entry of each row's own window KV, int64 [padded]."""
+        return self._cells(self.position.unsqueeze(1)).squeeze(1).masked_fill(~self.live, -1)
+
+    @cached_property
+    def window_index(self) -> torch.Tensor:
+        """Entries of each row's window, int32 [padded, window]; -1 where nothing may be seen."""
+        seen = self.position.unsqueeze(1) + torch.arange(1 - self.window, 1, device=self.position.device)
+        hidden = (seen < self.matrix[FLOOR].long().unsqueeze(1)) | ~self.live.unsqueeze(1)
+        return self._cells(seen).masked_fill(hidden, -1).int()
+
+    def _cells(self, positions: torch.Tensor) -> torch.Tensor:
+        """[padded, n] positions -> entries."""
+        line = self.matrix[SCRATCH].long().unsqueeze(1)
+        ring = self.matrix[SLOT].long().unsqueeze(1) * self.ring + positions.remainder(self.ring)
+        return torch.where(line == RING, ring, line + positions)
+
+    # -------------------------------------------------------------- compressed entries
+
+    def visible(self, ratio: int) -> torch.Tensor:
+        """Entries that each row may see, int32 [padded]; 0 for padding."""
+        return ((self.position + 1) // ratio).masked_fill(~self.live, 0).int()
+
+    def entry_store(self, ratio: int) -> torch.Tensor:
+        """Pool entry that each row completes and may write, int64 [padded], else -1."""
+        begin = self.position - (ratio - 1)
+        done = self.live & (self.position % ratio == ratio - 1) & (begin >= self.matrix[WRITE_FLOOR].long())
+        return self.entries(self.position.unsqueeze(1) // ratio, ratio).squeeze(1).masked_fill(~done, -1)
+
+    def entries(self, numbers: torch.Tensor, ratio: int) -> torch.Tensor:
+        """[padded, n] entry numbers of each row's sequence -> pool entries int64; negative numbers stay negative."""
+        per_block = self.block_tokens // ratio
+        safe = numbers.clamp_min(0).long()
+        table = self.tables.index_select(0, self.sequence).long()
+        block = table.gather(1, safe // per_block)
+        return (block * per_block + safe % per_block).masked_fill(numbers < 0, -1)
+
+    def group_start(self, ratio: int) -> torch.Tensor:
+        """Position of the first token of the entry that a row belongs to, int64 [padded]: where the entry is rotated."""
+        return self.position // ratio * ratio
+
+    # -------------------------------------------------------------- pairs
+
+    @cached_property
+    def begins(self) -> torch.Tensor:
+        """Rows whose predecessor is not in this pass, bool [padded]."""
+        return self.matrix[IN_PIECE] == 0
+
+    @cached_property
+    def row_before(self) -> torch.Tensor:
+        """The row before each row, int64 [padded]; 0 for the first."""
+        return torch.arange(-1, self.padded - 1, device=self.position.device).clamp_min(0)
+
+    @cached_property
+    def pending_before(self) -> torch.Tensor:
+        """Cell of the pending ring of the position before each row's, int64 [padded]."""
+        return self.matrix[SLOT].long() * self.pending_ring + (self.position - 1).remainder(self.pending_ring)
+
+    @cached_property
+    def pending_store(self) -> torch.Tensor:
+        """Cell of the pending ring that each row's projection goes to, int64 [padded]; a cell of the spare slot for rows that
+        nobody will ask for."""
+        cell = self.matrix[SLOT].long() * self.pending_ring + self.position.remainder(self.pending_ring)
+        spare = self.slots * self.pending_ring
+        return torch.where(self.live & (self.matrix[FROM_END] <= self.pending_ring), cell, spare)
