@@ -132,3 +132,11 @@ def test_files(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(released(o_groups=7)))
     with pytest.raises(ConfigError, match="config.json: num_attention_heads 64"):
         read_config(tmp_path)
+
+
+def test_the_released_dimensions_are_those_of_the_gpu_kernels():
+    pytest.importorskip("triton")
+    from headrace.engine.models.v41.gpu.model import runs
+
+    assert runs(parse_config(released())) == ""
+    assert "index_n_heads is 24" in runs(parse_config(released(index_n_heads=24)))

@@ -19,9 +19,15 @@ _PROBE_ROWS = (16, 32, 48, 64, 80, 128, 256, 512)
 
 
 def check_device(device: str) -> str:
-    """The device's name if the engine can run on it; ValueError with the reason otherwise."""
-    if torch.device(device).type != "cpu":
-        raise ValueError(f"device {device!r}: this engine's model code runs on 'cpu' only so far")
+    """The device's name if this machine has it; ValueError with the reason otherwise."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r} is not one that the engine runs on; choose 'cpu' or 'cuda'")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r}: torch {torch.__version__} sees no CUDA device here; choose 'cpu'")
     return device
 
 

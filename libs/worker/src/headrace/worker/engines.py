@@ -12,6 +12,7 @@ from typing import Any
 
 import structlog
 
+from headrace.bus import StartError
 from headrace.engine import api
 
 from .settings import WorkerSettings
@@ -56,6 +57,11 @@ def _simulated(settings: WorkerSettings, register: Register) -> api.Engine:
 
 
 def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine:
+    if settings.device != "cpu":
+        raise StartError(
+            f"device {settings.device!r}: {role} keeps its KV in host memory that other processes write into, so it runs on "
+            "'cpu' so far; on a GPU the engine runs offline (headrace bench engine --device cuda, headrace.engine.LLM)"
+        )
     os.environ.setdefault("OMP_NUM_THREADS", str(settings.compute_threads))
     # Threads that wait for the next operator by spinning take the cores that the loop, the gateway and other lanes need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

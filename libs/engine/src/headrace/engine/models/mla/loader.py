@@ -28,6 +28,8 @@ def load(checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions) -> M
     """numerics "bounded" is a licence to approximate that this family has no use for: the class is always `exact`."""
     if options.numerics not in ("bounded", "exact"):
         raise ValueError(f"numerics is {options.numerics!r}; choose 'bounded' or 'exact'")
+    if torch.device(options.device).type != "cpu":
+        raise ValueError(f"device {options.device!r}: models of this family run on 'cpu' so far")
     if options.keep_rows is not None:
         raise ValueError(f"keep_rows is {options.keep_rows}, but every layer of an MLA model runs on every row: leave it out")
     store = store_of(config, options.kv_store)

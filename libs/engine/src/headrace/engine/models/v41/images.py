@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...batch import Segment
+from ...batch import ImageRows, Segment
 from .engram import DEAD
 from .rows import Rows
 
@@ -23,11 +23,14 @@ def place_images(h: torch.Tensor, rows: Rows, segments: Sequence[Segment]) -> to
     for index, segment in enumerate(segments):
         for part in segment.images:
             where = slice(row_of[index] + part.start, row_of[index] + part.stop)
-            # A copy: torch warns of buffers that it may not write to.
-            values = torch.frombuffer(bytearray(part.embeddings), dtype=DTYPES[part.dtype]).view(part.stop - part.start, -1)
-            h[where] = values.to(device=h.device, dtype=h.dtype)
+            h[where] = image_values(part).to(device=h.device, dtype=h.dtype)
             inside[where] = True
     return inside
+
+
+def image_values(part: ImageRows) -> torch.Tensor:
+    """The given embeddings, [stop - start, d]. A copy: torch warns of buffers that it may not write to."""
+    return torch.frombuffer(bytearray(part.embeddings), dtype=DTYPES[part.dtype]).view(part.stop - part.start, -1)
 
 
 def hashed_ids(segment: Segment) -> Sequence[int]:

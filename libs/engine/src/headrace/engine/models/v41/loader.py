@@ -11,6 +11,7 @@ from torch import nn
 
 from headrace.kernels.quantize import dequantize_block_fp8, dequantize_fp8_ue8m0, dequantize_mxfp4
 
+from ...batch import Model
 from ...checkpoint import Checkpoint, CheckpointError
 from ...device import keys_are_independent, row_rule
 from ...loader import LoadOptions
@@ -21,7 +22,11 @@ from .moe import MoE
 from .schema import BLOCK, TensorSpec, checkpoint_schema, language_schema, scale_name
 
 
-def load(checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions) -> V41Model:
+def load(checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions) -> Model:
+    if torch.device(options.device).type != "cpu":
+        from .gpu import loader as gpu  # imports kernels, which a CPU never needs
+
+        return gpu.load(checkpoint, config, options)
     check_tensors(checkpoint, config)
     with torch.device("meta"):
         model = V41Model(

@@ -34,6 +34,7 @@ from ....cache import CacheSpec, KVPool
 from ..cache import DECODER, DRAFT, ENCODER, cache_spec, codecs
 from ..config import ModelConfig
 from ..engram import NgramHash, RowReader
+from ..images import hashed_ids, image_values
 from ..layers import rope_frequencies
 from ..model import check_batch
 from ..rows import Piece
@@ -74,6 +75,15 @@ def runs(config: ModelConfig) -> str:
 
 
 @dataclass(slots=True)
+class Images:
+    """Rows inside image spans: bool [padded], their numbers int64 [n] and their embeddings bf16 [n, d]."""
+
+    inside: torch.Tensor
+    rows: torch.Tensor
+    embeddings: torch.Tensor
+
+
+@dataclass(slots=True)
 class Inputs:
     """What a pass needs from the host, on the device. `decoder`: rows of the second phase and where each lies among the
     first's, when they differ."""
@@ -82,6 +92,7 @@ class Inputs:
     rows: GpuRows
     memory: dict[int, torch.Tensor]  # Engram layer -> bf16 [padded, hashes * dim]
     decoder: tuple[GpuRows, torch.Tensor] | None = None
+    images: Images | None = None
 
 
 class Selection:
@@ -125,7 +136,12 @@ class V41Gpu:
         self.layers, self.embed, self.norm, self.head = layers, embed, norm, head
         self.ngrams, self.readers = ngrams, readers
         self.frequencies = {kind: rope_frequencies(c, kind).to(device) for kind in (False, True)}
-        self._captured: dict[tuple, _Graph] = {}
+        self.captured: dict[tuple, Graph] = {}
+
+    @property
+    def draft_block(self) -> int:
+        """0: the draft of a checkpoint is not run on a GPU yet."""
+        return 0
 
     def new_states(self, slots: int, scratch: int = 0) -> GpuStatePool:
         """`slots` state slots. `scratch`: entries of chunks longer than a ring that are made room for at once."""
@@ -139,7 +155,7 @@ class V41Gpu:
         check_batch(segments, states)
         pieces = [self._encoder_piece(i, s, states) for i, s in enumerate(segments)]
         kept = self._decoder_pieces(pieces, segments, states)
-        short = kept == pieces and all(piece.length <= LONGEST for piece in pieces)
+        short = kept == pieces and all(p.length <= LONGEST and not segments[p.index].images for p in pieces)
         blocks = _bucket(max(-(-piece.stop // self.spec.block_tokens) for piece in pieces))
         host = self._host(pieces, segments, states, blocks, short)
         states.ensure_scratch(host.scratch)
@@ -203,13 +219,24 @@ class V41Gpu:
         """Engram rows of this batch, host memory: layer -> bf16 [padded, hashes * dim]."""
         if self.ngrams is None:
             return {}
-        hashed = self.ngrams.contexts([(segments[p.index].prev_ids, segments[p.index].ids) for p in pieces])
+        hashed = self.ngrams.contexts([(segments[p.index].prev_ids, hashed_ids(segments[p.index])) for p in pieces])
         result = {}
         for layer, read in self.readers.items():
             rows = self.ngrams.rows(layer, hashed)
             values = read(rows.reshape(-1)).view(rows.shape[0], -1).to(self.dtype)
             result[layer] = torch.nn.functional.pad(values, (0, 0, 0, padded - rows.shape[0]))
         return result
+
+    def _images(self, pieces: list[Piece], segments: Sequence[Segment], padded: int) -> Images | None:
+        if not any(segments[piece.index].images for piece in pieces):
+            return None
+        row_of = _row_zero(pieces)
+        spans = [(row_of[p.index] + part.start, part) for p in pieces for part in segments[p.index].images]
+        rows = np.concatenate([np.arange(row, row + part.stop - part.start) for row, part in spans])
+        inside = np.zeros(padded, np.bool_)
+        inside[rows] = True
+        values = torch.cat([image_values(part) for _, part in spans]).to(self.device, self.dtype)
+        return Images(self._upload(inside), self._upload(rows), values)
 
     def _upload(self, values: np.ndarray) -> torch.Tensor:
         host = torch.from_numpy(np.ascontiguousarray(values))
@@ -241,7 +268,7 @@ class V41Gpu:
     ) -> torch.Tensor | None:
         rows = self._rows(host, self._upload(host.matrix), self._upload(host.tables), states)
         memory = {layer: values.to(self.device) for layer, values in memory.items()}
-        inputs = Inputs(self._upload(ids), rows, memory)
+        inputs = Inputs(self._upload(ids), rows, memory, images=self._images(pieces, segments, host.matrix.shape[1]))
         if not kept:
             self.run(inputs, kv, states, until=self.config.cut_layer)
             return None
@@ -259,9 +286,9 @@ class V41Gpu:
         tables = np.zeros((pieces, host.tables.shape[1]), np.int32)
         tables[: host.tables.shape[0]] = host.tables
         key = (*host.matrix.shape, *tables.shape, kv.data.data_ptr(), states.windows.data_ptr())
-        if key not in self._captured:
-            self._captured[key] = _Graph(self, host, ids, tables, memory, kv, states)
-        return self._captured[key](host.matrix, ids, tables, memory)
+        if key not in self.captured:
+            self.captured[key] = Graph(self, host, ids, tables, memory, kv, states)
+        return self.captured[key](host.matrix, ids, tables, memory)
 
     # -------------------------------------------------------------- the device's part
 
@@ -269,14 +296,19 @@ class V41Gpu:
         """All layers: final-norm hidden rows [padded, d]. `until`: stop when that layer's sources are written."""
         c, rows = self.config, inputs.rows
         tables = self._phases(rows)
-        x = embedding(self.embed, inputs.ids).unsqueeze(1).repeat(1, c.hc_mult, 1)
+        memory, inside = inputs.memory, None
+        h = embedding(self.embed, inputs.ids)
+        if inputs.images is not None:
+            h.index_copy_(0, inputs.images.rows, inputs.images.embeddings)
+            inside = inputs.images.inside
+        x = h.unsqueeze(1).repeat(1, c.hc_mult, 1)
         pre = torch.zeros(x.shape[0], c.hc_mult, device=self.device)
         pre[:, 0] = 1.0
         selection, expand = Selection(), None
         for index, layer in enumerate(self.layers):
             if layer.engram is not None:
                 x, expand = mhc_pass(x, expand)[0] if expand else x, None
-                x = self._engram(layer, x, inputs.memory[index])
+                x = self._engram(layer, x, memory[index], inside)
             x, u, parts = mhc_pass(x, expand, pre, layer.attn_mix.fn)
             next_pre, post, comb = self._coefficients(parts, layer.attn_mix)
             u = rmsnorm(u, layer.attn_norm, c.rms_norm_eps)
@@ -288,12 +320,14 @@ class V41Gpu:
                 rows, take = inputs.decoder
                 x, u, next_pre, post, comb = (t.index_select(0, take) for t in (x, u, next_pre, post, comb))
                 tables = self._phases(rows)
+                memory = {after: values.index_select(0, take) for after, values in memory.items() if after > index}
+                inside = None if inside is None else inside.index_select(0, take)
             if index == c.cut_layer:
                 selection = Selection()
             o = self._attention(index, layer.attn, u, rows, tables[c.compress_ratios[index] > 0], selection, kv, states)
             x, u, parts = mhc_pass(x, (o, post, comb), next_pre, layer.ffn_mix.fn)
             pre, post, comb = self._coefficients(parts, layer.ffn_mix)
-            o = self._experts(layer.ffn, rmsnorm(u, layer.ffn_norm, c.rms_norm_eps), rows)
+            o = self._experts(layer.ffn, rmsnorm(u, layer.ffn_norm, c.rms_norm_eps), rows, inside)
             expand = o, post, comb
         _, hidden, _ = mhc_pass(x, expand, pre)
         return rmsnorm(hidden, self.norm, c.rms_norm_eps)
@@ -307,10 +341,10 @@ class V41Gpu:
             parts, mix.base, mix.scale, c.hidden_size, c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters
         )
 
-    def _engram(self, layer: Layer, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        engram = layer.engram
+    def _engram(self, layer: Layer, x: torch.Tensor, memory: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
+        engram, live = layer.engram, None if inside is None else ~inside
         projected = engram.wkv(memory, invariant=self.batch_invariant)
-        return engram_gate(x, projected, engram.q_weight, engram.k_weight, self.config.rms_norm_eps)
+        return engram_gate(x, projected, engram.q_weight, engram.k_weight, self.config.rms_norm_eps, live)
 
     # -------------------------------------------------------------- attention
 
@@ -430,11 +464,12 @@ class V41Gpu:
 
     # -------------------------------------------------------------- experts
 
-    def _experts(self, ffn: Experts, x: torch.Tensor, rows: GpuRows) -> torch.Tensor:
+    def _experts(self, ffn: Experts, x: torch.Tensor, rows: GpuRows, inside: torch.Tensor | None) -> torch.Tensor:
         """[padded, d] -> [padded, d]; padding rows reach no routed expert."""
         c, invariant = self.config, self.batch_invariant
         logits = ffn.gate(x, torch.float32, invariant)
-        experts, weights = route(logits, ffn.bias, ffn.top_k, scale=c.routed_scaling_factor)
+        bias = ffn.bias if inside is None else torch.where(inside.unsqueeze(1), ffn.bias_vl, ffn.bias)
+        experts, weights = route(logits, bias, ffn.top_k, scale=c.routed_scaling_factor)
         experts = experts.masked_fill(~rows.live.unsqueeze(1), -1)
         row_of_choice, group_of_row, _ = plan_rows(experts, ffn.count)
         capacity = group_of_row.shape[0]
@@ -448,7 +483,7 @@ class V41Gpu:
         return combine(routed, row_of_choice, None, shared)
 
 
-class _Graph:
+class Graph:
     """A captured pass of one shape: static inputs, and the output's place."""
 
     WARM_UPS = 2  # Triton compiles and chooses in the first; the capture itself must not
@@ -494,6 +529,10 @@ class _Graph:
             place.copy_(torch.from_numpy(values), non_blocking=True)
         for layer, values in memory.items():
             self.memory[layer].copy_(values, non_blocking=True)
+        return self.replay()
+
+    def replay(self) -> torch.Tensor:
+        """The pass on the inputs that are in place."""
         if self.graph is None:
             return self.run()
         self.graph.replay()
@@ -524,21 +563,24 @@ def _positions_in(candidates: torch.Tensor, columns: torch.Tensor) -> torch.Tens
     return torch.where(columns < 0, -1, block * CANDIDATE_BLOCK + columns % CANDIDATE_BLOCK)
 
 
+def _row_zero(pieces: list[Piece]) -> dict[int, int]:
+    """Segment index -> the row where its position 0 would be, so that position p is at row_zero + p."""
+    result, begin = {}, 0
+    for piece in pieces:
+        result[piece.index] = begin - piece.start
+        begin += piece.length
+    return result
+
+
 def _places(pieces: list[Piece], segments: Sequence[Segment]) -> np.ndarray:
     """Rows named by each segment's `outputs`, in the order of the segments, among the rows of `pieces`."""
-    row_of, begin = {}, 0
-    for piece in pieces:
-        row_of[piece.index] = begin - piece.start
-        begin += piece.length
+    row_of = _row_zero(pieces)
     return np.array([row_of[i] + p for i, s in enumerate(segments) for p in s.outputs], np.int64)
 
 
 def _among(kept: list[Piece], pieces: list[Piece]) -> np.ndarray:
     """Where each row of `kept` lies among the rows of `pieces`."""
-    row_of, begin = {}, 0
-    for piece in pieces:
-        row_of[piece.index] = begin - piece.start
-        begin += piece.length
+    row_of = _row_zero(pieces)
     return np.concatenate([row_of[p.index] + np.arange(p.start, p.stop, dtype=np.int64) for p in kept])
 
 

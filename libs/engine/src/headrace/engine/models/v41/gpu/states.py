@@ -1,13 +1,12 @@
 """State slots in GPU memory: window KV as the records that kernels read, pending compressor rows as fp32.
 
-A packed state is byte for byte the one of `..cache.V41StatePool` (records travel unchanged), so a prefill on a GPU can hand over
-to a decode on a CPU. Behind the slots of a layer's pool lie one spare slot, for padding rows, and a scratch line for chunks
-that are longer than a ring.
+A packed state is byte for byte the one of `..cache.V41StatePool` (records travel unchanged), so a prefill on a GPU can hand
+over to a decode on a CPU. Behind the slots of a layer's pool lie one spare slot, for padding rows, and a scratch line for
+chunks that are longer than a ring.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from headrace.kernels.kv_layouts import PagedKV

@@ -181,7 +181,9 @@ def layer(w: Weights, index: int) -> Layer:
             k_norm=w.norm(f"{attn}.indexer.k_norm.weight"),
         )
     if index in c.index_source_layer_ids:
-        result.attn.selector = Selector(w.linear(f"{attn}.indexer.wq_b.weight"), w.linear(f"{attn}.indexer.weights_proj.weight"))
+        result.attn.selector = Selector(
+            w.linear(f"{attn}.indexer.wq_b.weight"), w.linear(f"{attn}.indexer.weights_proj.weight")
+        )
     if index in c.engram_layer_ids:
         engram = f"{prefix}.engram"
         result.engram = Engram(

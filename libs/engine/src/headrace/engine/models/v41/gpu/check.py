@@ -1,0 +1,101 @@
+"""The GPU path against the CPU's on a random checkpoint: `python -m headrace.engine.models.v41.gpu.check [--device cuda]`.
+
+Rows in one chunk, in pieces, as decode steps and beside another sequence, in class `exact` or `bounded`. The two paths round
+in different places (bf16 activations, FP4 keys), and a rounding that flips can move a row far; so the measure is the median
+row, beside that of the CPU path in bf16, which has the same freedom. With TRITON_INTERPRET=1 it runs on a CPU, slowly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+
+import torch
+
+from ....batch import Model, Segment
+from ....cache import KVPool
+from ....checkpoint import Checkpoint
+from ....config import read_config
+from ....loader import LoadOptions, load_model
+from ....make_checkpoint import write_checkpoint
+from .loader import load
+
+# The kernels' fixed dimensions, everything else as small as it may be. All experts are chosen: a routing that flips for want
+# of a bit would say nothing about the code.
+TEXT = {
+    "hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 512,
+    "qk_rope_head_dim": 64, "q_lora_rank": 128, "o_lora_rank": 64, "o_groups": 2, "n_routed_experts": 2,
+    "num_experts_per_tok": 2, "sliding_window": 8, "compress_ratios": [0, 2, 1, 1], "kv_source_layer_ids": [1, 2],
+    "index_source_layer_ids": [1, 2, 3], "index_n_heads": 16, "index_head_dim": 128, "index_topk": 8,
+    "candidate_source_layer_id": 2, "candidate_topk_blocks": 1, "candidate_block_size": 8, "engram_layer_ids": [1],
+    "engram_vocab_size": 400, "engram_n_heads": 4, "engram_head_dim": 32,
+}  # fmt: skip
+WORSE = 2.0  # the GPU's median error may be so many times the CPU's in bf16
+
+
+def rows_of(model: Model, ids: Sequence[int], cuts: Sequence[int], floor: int = 0) -> tuple[torch.Tensor, bytes]:
+    """Hidden rows of `ids` from `floor` on, computed in pieces that end at `cuts`; and the packed state."""
+    kv, states = KVPool(model.spec, 4, device=str(model.device)), model.new_states(3)
+    out, start = [], 0
+    for stop in cuts:
+        own = Segment(
+            1, start, ids[start:stop], ids[max(0, start - 3) : start], [2],
+            outputs=range(max(start, floor), stop), decoder_floor=floor,
+        )  # fmt: skip
+        beside = Segment(0, start, ids[start:stop][::-1], ids[max(0, start - 3) : start], [0], decoder_floor=floor)
+        out.append(model.forward([beside, own], kv, states).float().cpu())
+        start = stop
+    return torch.cat(out), states.pack(1, start)
+
+
+def errors(rows: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Relative error of each row."""
+    return (rows - reference).norm(dim=1) / reference.norm(dim=1)
+
+
+def check(device: str, rows: int, numerics: str) -> dict:
+    """One class: medians and the worst, and whether they are within bounds."""
+    draw = random.Random(7)
+    ids = [draw.randrange(3, 250) for _ in range(rows)]
+    floor = 0 if numerics == "exact" else rows - 9
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(TEXT, 3, folder)
+        options = LoadOptions("quantized", numerics, False, device, None, None)
+        gpu = load(Checkpoint(path), read_config(path), options)
+        exact = load_model(path, numerics=numerics)
+        half = load_model(path, numerics=numerics, dtype=torch.bfloat16)
+        whole, pieces = [rows], [*range(rows - 9, rows, 4), rows - 1, rows]
+        reference, _ = rows_of(exact, ids, whole, floor)
+        in_bf16, state = rows_of(half, ids, whole, floor)
+        out, own = rows_of(gpu, ids, whole, floor)
+        cut, after = rows_of(gpu, ids, pieces, floor)
+    medians = {name: float(errors(x, reference).median()) for name, x in (("bf16", in_bf16), ("gpu", out), ("pieces", cut))}
+    report = {
+        "device": device, "numerics": numerics, "rows": rows, "median_error": medians,
+        "worst_error": float(errors(out, reference).max()), "state_bytes": [len(state), len(own), len(after)],
+    }  # fmt: skip
+    bound = WORSE * medians["bf16"] + 0.01
+    report["ok"] = max(medians["gpu"], medians["pieces"]) <= bound and len({len(state), len(own), len(after)}) == 1
+    return report
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="headrace.engine.models.v41.gpu.check", description=__doc__)
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu under TRITON_INTERPRET=1 (default: cuda)")
+    parser.add_argument("--rows", type=int, default=200, help="rows of the sequence, at least 12 (default: 200)")
+    parser.add_argument("--numerics", choices=("exact", "bounded"), action="append", help="class (default: both)")
+    options = parser.parse_args(arguments)
+    good = True
+    for numerics in options.numerics or ("exact", "bounded"):
+        report = check(options.device, options.rows, numerics)
+        print(json.dumps(report), flush=True)
+        good &= report["ok"]
+    return int(not good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
