@@ -150,7 +150,7 @@ async def _all(work: Disturbed, watch: Watch, console: Console) -> dict[str, int
             await asyncio.sleep(20.0)
             console.say(f"{work.left} requests left, {sum(work.faults.values())} faults, {len(work.wrong)} wrong")
 
-    watch.on_event = lambda event: seen.update([event.name] if event.name in ("gateway.retry", "gateway.migrated") else [])
+    watch.on_event = lambda event: seen.update([event.name] if event.name in ("gateway.retry", "gateway.migrate") else [])
     side = [asyncio.create_task(work.disturb()) for _ in range(AT_A_TIME)] + [asyncio.create_task(tell())]
     try:
         await asyncio.gather(*(work.one_client() for _ in range(CLIENTS)))
