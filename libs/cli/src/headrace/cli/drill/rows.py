@@ -13,7 +13,7 @@ import fnmatch
 import signal
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import aiohttp
 
 from headrace.cli.console import Console
 from headrace.cli.drill import netns
-from headrace.cli.drill.client import Ask
+from headrace.cli.drill.client import Ask, Client
 from headrace.cli.drill.load import Mix
 from headrace.cli.drill.partition import CUT_SECONDS, partition
 from headrace.cli.drill.rounds import STOPPED, Fault, Result, Round, Summary, one_round
@@ -33,6 +33,7 @@ from headrace.cli.state import StateDir
 LEASE = 1.0  # seconds: of a hand-off, in the drill's own system
 MIX = Mix(prompts=(300, 350, 400), outputs=(12, 16, 20))  # three to four chunks each
 LONG = Mix(prompts=(100, 200, 300), outputs=(60,))  # streams that are under way for a while
+STREAM_SECONDS = 2.0
 NATS_AWAY = 5.0  # seconds
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 8, "max_num_batched_tokens": 128, "num_blocks": 200,
@@ -241,13 +242,25 @@ async def run(console: Console, names: list[str], engine: str, model: Path | Non
         await stack.enter_async_context(target)
         watch = Watch()
         await watch.start(target.bus)
+        long = LONG if target.owned else await paced(target)
         for row in rows:
-            summaries.append(await _row(console, target, watch, row, rounds))
+            mix = long if row.mix is LONG else row.mix
+            summaries.append(await _row(console, target, watch, replace(row, mix=mix), rounds))
         await watch.stop()
     return {
         "ok": all(s.ok for s in summaries), "engine": engine, "rounds": rounds, "own": running is None,
         "rows": [s.as_dict() for s in summaries],
     }  # fmt: skip
+
+
+async def paced(target: Target) -> Mix:
+    """Streams that take about STREAM_SECONDS at a system whose speed is not ours to choose."""
+    async with Client(target.url, target.model()) as client:
+        seen = await client.ask(LONG.asks(1, int(time.time()))[0])
+    if seen.end != "answer":
+        raise CommandError(f"{target.url} does not answer as it should before any fault: {seen.story()} {seen.message}")
+    each = max(1e-5, (seen.ended - seen.first) / LONG.outputs[0])
+    return replace(LONG, outputs=(min(8000, max(LONG.outputs[0], int(STREAM_SECONDS / each))),))
 
 
 async def _row(console: Console, target: Target, watch: Watch, row: Row, rounds: int) -> Summary:
