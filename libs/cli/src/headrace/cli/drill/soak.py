@@ -227,7 +227,11 @@ async def run(console: Console, minutes: float, load: float, every: float, seed:
         rate, quiet_seconds = load * capacity, min(300.0, max(20.0, minutes * 6.0))
         console.say(f"capacity {capacity:.1f} requests/s; {quiet_seconds:.0f} s at {rate:.1f} undisturbed")
         quiet = Soak(target, client, watch, answers, rng, console, time.monotonic())
-        await open_loop(client, asks, rate, time.monotonic() + quiet_seconds, rng, quiet.done, CANCELS)
+        sampling = asyncio.create_task(quiet.sample())
+        try:
+            await open_loop(client, asks, rate, time.monotonic() + quiet_seconds, rng, quiet.done, CANCELS)
+        finally:
+            sampling.cancel()
         soak = Soak(target, client, watch, answers, rng, console, time.monotonic())
         console.say(f"{minutes:g} minutes with a fault every {every:g} s")
         await _soak(soak, quiet, asks, rate, minutes, every, capacity, out)

@@ -57,7 +57,7 @@ def report(
         "recovery_p50": quantile(lasted, 0.5), "recovery_max": max(lasted, default=0.0), "latency": latency,
         "p99_ratio": ratio, "memory": memory, "shm_first": soak.shm[len(soak.shm) // 4][1] if soak.shm else 0,
         "shm_last": soak.shm[-1][1] if soak.shm else 0, "owed": owed, "wrong": soak.wrong + quiet.wrong,
-        "load_p50": quantile([x for _, x in soak.load], 0.5), "load_max": max((x for _, x in soak.load), default=0.0),
+        "quiet_load_p50": quantile([x for _, x in quiet.load], 0.5), "load_p50": quantile([x for _, x in soak.load], 0.5), "load_max": max((x for _, x in soak.load), default=0.0),
         "by_fault": by_fault(soak.windows),
     }  # fmt: skip
 
@@ -79,7 +79,8 @@ def table(result: dict[str, Any]) -> str:
         f"{result['faults']} faults: {result['requests']} requests, "
         + ", ".join(f"{count} {end}" for end, count in sorted(result["ends"].items())),
         f"as before after a fault: p50 {result['recovery_p50']:.1f} s, at most {result['recovery_max']:.1f} s; "
-        f"load average p50 {result['load_p50']:.1f}, at most {result['load_max']:.1f}",
+        f"load average of the machine p50 {result['load_p50']:.1f}, at most {result['load_max']:.1f}; in the quiet run before "
+        f"{result['quiet_load_p50']:.1f}",
         "",
         "| requests | count | answers | p50 s | p99 s | first token p50 s | p99 s |",
         "|---|---|---|---|---|---|---|",
