@@ -57,7 +57,8 @@ def report(
         "recovery_p50": quantile(lasted, 0.5), "recovery_max": max(lasted, default=0.0), "latency": latency,
         "p99_ratio": ratio, "memory": memory, "shm_first": soak.shm[len(soak.shm) // 4][1] if soak.shm else 0,
         "shm_last": soak.shm[-1][1] if soak.shm else 0, "owed": owed, "wrong": soak.wrong + quiet.wrong,
-        "quiet_load_p50": quantile([x for _, x in quiet.load], 0.5), "load_p50": quantile([x for _, x in soak.load], 0.5), "load_max": max((x for _, x in soak.load), default=0.0),
+        "quiet_load_p50": quantile([x for _, x in quiet.load], 0.5),
+        "load_p50": quantile([x for _, x in soak.load], 0.5), "load_max": max((x for _, x in soak.load), default=0.0),
         "by_fault": by_fault(soak.windows),
     }  # fmt: skip
 
