@@ -17,6 +17,7 @@ from typing import Any
 from headrace.decode.landing import Landing
 from headrace.decode.service import DecodeService
 from headrace.gateway.dispatch import Dispatcher
+from headrace.gateway.record import Record
 from headrace.gateway.routing import Residency
 from headrace.kv.grants import ledger, owner, store, writer
 from headrace.kvstore.objects import Objects
@@ -138,6 +139,18 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "read-checksums": (
         Mutation("what was read is used whatever its checksums say", KvStoreClient, "_import", "crc32(data) == w.checksum",
                  "True"),
+    ),
+    "output-offset": (
+        Mutation("what was output already is replayed as if it were the client's prompt", Dispatcher, "_try",
+                 "record.images, prompt.output, record.first_choice", "record.images, 0, record.first_choice"),
+    ),
+    "output-carried": (
+        Mutation("the next attempt begins with the first token again", Record, "expect",
+                 "[choice.carried() for choice in self.choices]", "[Choice() for choice in self.choices]"),
+    ),
+    "first-choice": (
+        Mutation("a choice that goes on by itself is taken for the first", Record, "split", "self.first_choice + number",
+                 "self.first_choice"),
     ),
     "events-gap": (
         Mutation("a gap in a worker's block events voids nothing", Residency, "on_events",

@@ -256,6 +256,7 @@ class World:
         if process.dead or process.service is None or process.service.state != "ready":
             return
         service = process.service
+        service.settings.drain_seconds = budget
         service.set_state("draining")
 
         async def end() -> None:

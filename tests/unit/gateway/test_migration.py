@@ -126,6 +126,16 @@ async def test_a_text_stop_may_lie_over_the_seam(cluster, held):
     await quiet(cluster)
 
 
+@pytest.mark.parametrize("delay", [0.0, 0.05])
+async def test_a_text_stop_counts_what_is_kept_also_where_decode_was_quicker(cluster, delay):
+    """It may have said everything, and counted it, before it could be told to stop."""
+    cluster.decodes[0].delay = delay
+    chunks = await cluster.stream(chat(stop=["runs"], stream_options={"include_usage": True}))
+    assert text_of(chunks) == "the water " and chunks[-3]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-2]["usage"]["completion_tokens"] == 3
+    await quiet(cluster)
+
+
 async def test_a_death_after_the_last_text_needs_no_other_worker(cluster):
     """A text stop ended it; all that is missing is decode's word on the usage."""
     decode = cluster.decodes[0]

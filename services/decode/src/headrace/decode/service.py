@@ -38,6 +38,7 @@ FINISHED_BYTES = 64 << 20
 ASK_SECONDS = 0.5  # patience with a question to a writer
 DEATH_SECONDS = 0.2  # between checks whether writers live
 STATUS = {"deadline": 504, "overloaded": 503, "preempted": 503, "grammar": 400}  # of the engine's failures; others are 500
+HAND_OVER_SECONDS = 3.0  # of a drain's budget are left for what comes after the last request
 INLINE_BYTES = 64 << 10  # more than this is checked in a thread
 
 
@@ -624,14 +625,26 @@ class DecodeService(WorkerService):
     async def stop(self) -> None:
         if self.compiling is not None:
             self.compiling.stop()
+        if self.requests:
+            self._hand_over()
+            await asyncio.sleep(0)  # their last words go out in this turn
         if self.sight is not None:
             await self.sight.stop()
         await super().stop()
 
     async def drain(self) -> None:
-        while self.requests:  # noqa: ASYNC110  bounded outside
+        """What runs may finish; what would take too long goes on elsewhere while there is time to say so."""
+        budget = self.settings.drain_seconds
+        hand_over = time.monotonic() + max(budget / 2, budget - HAND_OVER_SECONDS)
+        while self.requests and time.monotonic() < hand_over:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+        self._hand_over()
         await self.store.drain(5.0)
+
+    def _hand_over(self) -> None:
+        """End all requests here; their gateways have what was output, and go on with it elsewhere."""
+        for request in list(self.requests.values()):
+            self.problem(request, 503, "draining", f"{self.instance} stops before this request is done")
 
     # ------------------------------------------------------------ memory that this service holds
 

@@ -181,10 +181,12 @@ class Record:
         return part
 
     def total_usage(self) -> m.Usage:
-        """Of all attempts together, each token once: the prompt as its first attempt found it, and all that was output."""
+        """Of all attempts together, each token once: the prompt as its first attempt found it, and all that was output. After
+        a text stop only what is kept counts, also where decode was quicker than the word that it should stop."""
         prompt = self.prompt_usage or self.usage or m.Usage(len(self.ids))
-        last = self.usage.completion_tokens if self.usage is not None else sum(choice.counted for choice in self.choices)
-        return msgspec.structs.replace(prompt, completion_tokens=last)
+        told = self.usage is not None and all(choice.kept < 0 for choice in self.choices)
+        output = self.usage.completion_tokens if told else sum(choice.counted for choice in self.choices)
+        return msgspec.structs.replace(prompt, completion_tokens=output)
 
     def remaining(self) -> float:
         return self.deadline - time.monotonic()

@@ -92,12 +92,12 @@ class PrefillService(WorkerService):
     def run(self, message: m.Run) -> m.Accepted | m.Refused:
         """Accept a prompt, or say at once why not."""
         key = f"{message.request}/{message.attempt}"
+        if key in self.tombstones:  # also while what it wrote is still being waited for
+            return m.Refused("stale", f"attempt {message.attempt} of {message.request} is over")
         if key in self.jobs:
             return m.Accepted(self.load())
         if (refusal := self.not_ready()) is not None:
             return refusal
-        if key in self.tombstones:
-            return m.Refused("stale", f"attempt {message.attempt} of {message.request} is over")
         ids, info = m.unpack_ids(message.ids), self.engine.info
         if not 1 <= len(ids) < info.max_model_len:
             return m.Refused("invalid", f"the prompt has {len(ids)} tokens; 1 to {info.max_model_len - 1} fit")
@@ -216,8 +216,12 @@ class PrefillService(WorkerService):
             job.may_bind = asyncio.get_running_loop().create_future()
             self._unbound += 1
 
+    def _in_order(self) -> list[Job]:
+        """Jobs as the engine serves them: by priority, then by arrival."""
+        return sorted(self.jobs.values(), key=lambda job: job.run.priority)
+
     def _ahead(self, job: Job) -> Iterable[Job]:
-        for other in self.jobs.values():
+        for other in self._in_order():
             if other is job:
                 return
             if other.submitted:
@@ -226,7 +230,7 @@ class PrefillService(WorkerService):
     def _let_bind(self) -> None:
         """Jobs that will be in the next step may take memory at their reader."""
         ahead = 0
-        for job in self.jobs.values():
+        for job in self._in_order():
             if job.may_bind is not None and not job.may_bind.done() and ahead < self.settings.max_num_batched_tokens:
                 job.may_bind.set_result(None)
                 self._unbound -= 1
@@ -573,8 +577,8 @@ class PrefillService(WorkerService):
         """Stop an attempt; one that is not here is refused if it comes later."""
         key = f"{message.request}/{message.attempt}"
         job = self.jobs.get(key)
+        self.tombstones.add(key, time.monotonic())
         if job is None:
-            self.tombstones.add(key, time.monotonic())
             return m.Done("unknown")
         self._stop_job(job, Abort("", message.reason or "cancelled"))
         return m.Done("cancelled")
