@@ -110,6 +110,7 @@ class SamplingParams:
     n: int = 1
     logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits of these tokens, -100 to 100
     grammar: Grammar | None = None
+    prompt_logprobs: int = -1  # the same of every prompt token; where the prompt is computed only, not across a hand-off
 
     def check(self, vocab_size: int | None = None) -> None:
         """ValueError names the parameter, its value and its range."""
@@ -125,6 +126,7 @@ class SamplingParams:
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"from 0 to max_tokens ({self.max_tokens})"),
             ("logprobs", self.logprobs >= -1, "at least -1 (-1: none)"),
             ("n", self.n >= 1, "at least 1"),
+            ("prompt_logprobs", self.prompt_logprobs >= -1, "at least -1 (-1: none)"),
         ):
             if not good:
                 raise ValueError(f"{name} must be {rule}; got {getattr(self, name)}")
@@ -266,6 +268,16 @@ class PromptDone:
 
 
 @dataclass(slots=True)
+class PromptScores:
+    """Log-probabilities of prompt tokens, a chunk at a time: (token, logprob, top) of the positions from `start` on. The first
+    token of a prompt has none."""
+
+    request: str
+    start: int
+    logprobs: list[tuple[int, float, list[tuple[int, float]]]]
+
+
+@dataclass(slots=True)
 class SnapshotTaken:
     """A state snapshot at a block boundary: `key` is the chain hash of the prefix that ends there."""
 
@@ -284,7 +296,7 @@ class Failed:
     message: str
 
 
-Event = Tokens | BlocksFilled | ChunkDone | PrefillDone | PromptDone | SnapshotTaken | Failed
+Event = Tokens | BlocksFilled | ChunkDone | PrefillDone | PromptDone | PromptScores | SnapshotTaken | Failed
 
 
 @dataclass(slots=True)

@@ -119,6 +119,8 @@ class EngineCore:
                 f"request {request.request!r}: the hidden vector has {len(handoff.hidden)} bytes; this model's has "
                 f"{self.info.hidden_bytes}"
             )
+        if request.sampling.prompt_logprobs >= 0:
+            raise ValueError(f"request {request.request!r}: log-probabilities of a prompt don't come with a hand-off")
         sequence = self._new_sequence(request, ids)
         del self._reserved[reservation.slot]
         self.ledger.admit(sequence, reservation.slot, blocks, len(resident), handoff)

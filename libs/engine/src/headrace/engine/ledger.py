@@ -71,6 +71,7 @@ class Ledger:
         if request.images:
             check_images(request.images, n)
         self._arrivals += 1
+        scored = request.sampling.prompt_logprobs >= 0 and not prefill_only
         return Sequence(
             request,
             ids,
@@ -79,7 +80,7 @@ class Ledger:
             prefill_only=prefill_only,
             prompt_len=n,
             max_len=min(n - request.output_tokens + request.sampling.max_tokens, self.max_model_len),
-            decoder_floor=self.decoder_floor(n),
+            decoder_floor=0 if scored else self.decoder_floor(n),
         )
 
     def enqueue(self, sequence: Sequence) -> None:

@@ -41,6 +41,8 @@ class Answer:
     computed_rows: int = 0
     replay_rows: int = 0
     snapshot_hit: bool = False
+    # With SamplingParams.prompt_logprobs: of each prompt token (id, logprob, most likely); the first has none.
+    prompt_logprobs: list[tuple[int, float, list[tuple[int, float]]] | None] = field(default_factory=list)
     error: str = ""  # this prompt failed; the others are not touched by it
 
 
@@ -79,6 +81,9 @@ def _note(answer: Answer, event: api.Event) -> None:
     elif isinstance(event, api.PromptDone):
         answer.cached_tokens, answer.computed_rows = event.cached_tokens, event.computed_rows
         answer.replay_rows, answer.snapshot_hit = event.replay_rows, event.snapshot_hit
+    elif isinstance(event, api.PromptScores):
+        answer.prompt_logprobs = answer.prompt_logprobs or [None]
+        answer.prompt_logprobs += event.logprobs
     elif isinstance(event, api.Failed):
         answer.error = f"{event.code}: {event.message}"
 

@@ -33,6 +33,9 @@ class Postprocessor:
                 sequence.image, sequence.state = result.images[sequence], None
                 self.ledger.requeue(sequence)
         for index, row in enumerate(plan.rows):
+            if row.sequence.status is Status.RUNNING and result.scores.get(index):
+                scores = result.scores[index]
+                self.ledger.events.append(api.PromptScores(row.sequence.name, row.segment.start + 1, scores))
             if row.sequence.status is Status.RUNNING and not row.drafts:
                 self._advance(row, row.segment.stop, result.packed.get(index), result.hidden.get(index))
         for sequence in plan.fork:

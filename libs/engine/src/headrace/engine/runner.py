@@ -19,9 +19,11 @@ import torch
 from .batch import Model
 from .cache import KVPool
 from .grammar import GrammarError, Rule, Walk
-from .sampler import Draw, choose
-from .sequence import Chosen, Image, Plan, Proposal, Result, Sample, Sequence
+from .sampler import Draw, choose, score
+from .sequence import Chosen, Image, Plan, Proposal, Result, Row, Sample, Sequence
 from .verify import Window, accept, drafting, window_draws
+
+SCORED_ROWS = 64  # logits of a prompt that are in memory at a time
 
 
 class Runner:
@@ -50,7 +52,9 @@ class Runner:
             hidden = self.model.forward(segments, self.kv, self.states)
             at = 0
             for i, row in rows:
-                place[i] = at  # of its first output
+                place[i] = at + len(row.segment.outputs) - 1 - row.drafts  # of the output that a token is sampled from
+                if row.sequence.prefilling and row.sequence.scored:
+                    result.scores[i] = self._score(row, hidden[at : at + len(row.segment.outputs)])
                 at += len(row.segment.outputs)
         clock.lap(result, "forward")
         rules, result.astray = masks.result() if masks else ({}, {})
@@ -94,6 +98,16 @@ class Runner:
                     result.failed[restore.sequence] = str(error)
 
     # ------------------------------------------------------------ tokens
+
+    def _score(self, row: Row, hidden: torch.Tensor) -> list[tuple[int, float, list[tuple[int, float]]]]:
+        """Log-probabilities of the prompt tokens behind a chunk's rows, hidden [rows, H]. Logits are made for few at a time."""
+        sequence, segment, out = row.sequence, row.segment, []
+        tokens = sequence.ids[segment.start + 1 : min(segment.stop + 1, sequence.prompt_len)]
+        for i in range(0, len(tokens), SCORED_ROWS):
+            few = tokens[i : i + SCORED_ROWS]
+            logits = self.model.logits(hidden[i : i + len(few)])
+            out += score(logits, few, sequence.request.sampling.prompt_logprobs)
+        return out
 
     def _sample(
         self, plan: Plan, result: Result, hidden: torch.Tensor | None, place: dict[int, int], rules: Rules, clock: _Laps

@@ -333,6 +333,18 @@ def report(logits: torch.Tensor, draws: Sequence[Draw], chosen: Sequence[Chosen]
         _report(logits[few], [draws[i] for i in few], [chosen[i] for i in few])
 
 
+def score(logits: torch.Tensor, tokens: Sequence[int], most: int) -> list[tuple[int, float, list[tuple[int, float]]]]:
+    """Log-probabilities of given tokens, one a row of logits [R, V]: (token, its own, those of the `most` likeliest)."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    own = logprobs.gather(-1, torch.tensor(tokens, device=logits.device).unsqueeze(-1)).squeeze(-1).tolist()
+    width = min(most, logits.shape[-1])
+    if not width:
+        return [(token, value, []) for token, value in zip(tokens, own, strict=True)]
+    index = _best(logprobs, width)
+    top = [list(zip(*row, strict=True)) for row in zip(index.tolist(), logprobs.gather(-1, index).tolist(), strict=True)]
+    return list(zip(tokens, own, top, strict=True))
+
+
 def _report(logits: torch.Tensor, draws: Sequence[Draw], chosen: Sequence[Chosen]) -> None:
     """Log-probabilities of the unmodified logits: of the chosen token, and of as many likely ones as each row wants."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)

@@ -166,7 +166,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, plan: Plan) -> bool:
         """Take what is resident and memory for the rest of the prompt; False when it is not to be had now."""
         block, n = self.spec.block_tokens, sequence.prompt_len
-        known = sequence.hashes[: (n - 1) // block] if self.config.prefix_caching else []  # a row is left to compute
+        known = sequence.hashes[: (n - 1) // block] if self.config.prefix_caching and not sequence.scored else []
         resident = self.pool.match(known)
         start, snapshot = self.restart_point(sequence.hashes, len(resident) * block, sequence.decoder_floor)
         if start < 0:  # a hit that saves nothing
@@ -239,6 +239,8 @@ class Scheduler:
             return
         last, several = stop == n, sequence.request.sampling.n > 1 and not sequence.prefill_only
         row = Row(sequence, self._segment(sequence, stop, want=last))
+        if sequence.scored:
+            row.segment.outputs = range(start, stop)
         row.snapshot = self._wants_snapshot(sequence, stop)
         row.pack = row.snapshot or (last and sequence.prefill_only)
         row.hidden = last and (sequence.prefill_only or several)
@@ -259,7 +261,7 @@ class Scheduler:
         if start < boundary:
             stop = min(stop, boundary)
         tail = sequence.decoder_floor
-        if not self.bounded or stop <= tail:
+        if not self.bounded or stop <= tail or sequence.scored:
             return stop
         if n - start <= size:
             return n

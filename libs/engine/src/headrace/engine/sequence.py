@@ -94,6 +94,11 @@ class Sequence:
         return self.request.request
 
     @property
+    def scored(self) -> bool:
+        """Every prompt token's log-probability is wanted: all rows are computed, through all layers, from the first on."""
+        return self.request.sampling.prompt_logprobs >= 0 and not self.prefill_only
+
+    @property
     def prefilling(self) -> bool:
         return self.computed < self.prompt_len
 
@@ -190,5 +195,6 @@ class Result:
     images: dict[Sequence, Image] = field(default_factory=dict)
     failed: dict[Sequence, str] = field(default_factory=dict)
     astray: dict[Sequence, str] = field(default_factory=dict)
+    scores: dict[int, list[tuple[int, float, list]]] = field(default_factory=dict)  # index of a row -> of the tokens after its
     proposals: dict[Sequence, Proposal] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # restore, forward, logits, sample, pack, draft
