@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import random
+import signal
 from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
+from aiohttp import web
 from PIL import Image, ImageDraw
 
 from headrace.bus import messages as m
@@ -61,7 +64,8 @@ class System:
         self.url = cluster.find(processes["gateway"]).http
 
     async def post(self, path: str, body: dict) -> tuple[int, dict]:
-        async with self.session.post(self.url + path, json=body, timeout=aiohttp.ClientTimeout(60)) as response:
+        data, kind = io.BytesIO(json.dumps(body).encode()), {"Content-Type": "application/json"}
+        async with self.session.post(self.url + path, data=data, headers=kind, timeout=aiohttp.ClientTimeout(90)) as response:
             return response.status, await response.json()
 
     async def ask(self, *parts: str | bytes, **fields: Any) -> tuple[str, dict]:
@@ -175,6 +179,53 @@ async def test_errors_name_the_image(system):
     assert answer["error"]["message"].startswith("messages[0].content[3].image_url: ")
 
 
+async def test_images_by_url_and_the_addresses_that_are_not_asked(system):
+    """The first vision worker asks nobody on this machine; another one may, and sees the same picture as inline."""
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        if request.path == "/hop":
+            raise web.HTTPFound("/cat.png")
+        return web.Response(body=picture(55), content_type="image/png")
+
+    runner = web.AppRunner(web.Application())
+    runner.app.router.add_get("/{path:.*}", answer)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    site = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    body = chat("Look")
+    body["messages"][0]["content"].append({"type": "image_url", "image_url": {"url": f"{site}/hop", "detail": "low"}})
+    status, refused = await system.post("/v1/chat/completions", body)
+    assert status == 400 and refused["error"]["param"] == "messages[0].content[1].image_url" and not asked
+    inline, _ = await system.ask("Look", picture(55))
+    careful = system.processes["vision"]
+    careful.terminate()
+    system.processes["vision"] = await system.cluster.start(
+        "vision", "--model", _model_of(system), "--threads", "1", "--allow-private-addresses"
+    )
+    try:
+        status, seen = await system.post("/v1/chat/completions", body)
+        assert status == 200, seen
+        assert seen["choices"][0]["message"]["content"] == inline and asked == ["/hop", "/cat.png"]
+    finally:
+        await runner.cleanup()
+
+
+async def test_too_many_and_too_large(system):
+    small = picture(1, (20, 20))
+    status, answer = await system.post("/v1/chat/completions", chat(*[small] * 601))
+    assert status == 400 and answer["error"]["param"] == "messages[0].content[600].image_url"
+    assert "600" in answer["error"]["message"]
+    padded = small + bytes(23 << 20)  # a PNG with rubbish behind it is a picture still
+    status, answer = await system.post("/v1/chat/completions", chat("a", padded, padded, padded))
+    assert status == 400 and "exceed 64 MB" in answer["error"]["message"], answer
+    status, answer = await system.post("/v1/chat/completions", chat("a", small + bytes(33 << 20)))
+    assert status == 400 and "exceeds limit 32 MB" in answer["error"]["message"], answer
+    text, _ = await system.ask("still there", padded)
+    assert text
+
+
 async def test_ids_may_not_hold_the_image_id(system):
     _, words = await system.post("/tokenize", {"prompt": "hello"})
     status, answer = await system.post("/v1/completions", {"prompt": [*words["tokens"], 272], "max_tokens": 2})
@@ -205,6 +256,28 @@ async def test_cancelled_requests_leave_nothing(system):
     )
     deliveries = await system.cluster.audit(system.processes["prefill"])
     assert deliveries["deliveries"] == 0
+
+
+async def test_a_vision_worker_that_stops_in_the_middle_of_deliveries(system):
+    """Stopped, not dead: its requests end; room that it may still write to is in quarantine until it says that it won't."""
+    vision = system.processes["vision"]
+    running = [
+        asyncio.ensure_future(system.post("/v1/chat/completions", chat("y", picture(400 + i, (600, 600))))) for i in range(4)
+    ]
+    await asyncio.sleep(0.1)
+    vision.signal(signal.SIGSTOP)
+    try:
+        text, _ = await system.ask("No image here either")
+        assert text
+        for status, body in await asyncio.gather(*running):
+            assert status == 200 or (status == 503 and body["error"]["code"] in ("no_vision", "prefill_vision_lost")), body
+    finally:
+        vision.signal(signal.SIGCONT)
+    prefill = system.processes["prefill"]
+    await system.cluster.until(lambda: system.cluster.audit(prefill), lambda a: a["deliveries"] == 0, 20.0)
+    await system.cluster.until(lambda: asyncio.sleep(0, system.cluster.find(vision)), lambda found: found is not None, 20.0)
+    text, _ = await system.ask("Awake again", picture(410))
+    assert text
 
 
 async def test_a_dead_vision_worker_fails_only_who_needs_it(system):

@@ -70,3 +70,15 @@ def test_contradictions_in_the_config(key, value, message):
     data = config_json(PRESETS["nano"], Tokenizer.from_str(json.dumps(small_tokenizer_json())))
     with pytest.raises(ConfigError, match=message):
         parse_config(data | {"vision_config": VISION["nano-vision"] | {key: value}})
+
+
+@pytest.mark.gpu
+def test_a_gpu_sees_what_a_cpu_sees(encoder, tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    path = make_checkpoint("nano-vision", 3, tmp_path)
+    images = pictures((84, 84), (126, 42), (28, 196))
+    wanted = encoder.encode(images)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
+        for got, want in zip(load_encoder(path, device="cuda", dtype=dtype).encode(images), wanted, strict=True):
+            assert ((got.float().cpu() - want).abs().max() / want.abs().max()).item() < tolerance
