@@ -6,12 +6,15 @@ machine's functions: what they do is counted by row, and what no row says is tol
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from headrace.decode import attempt
+from headrace.decode.attempt import Phase
 from headrace.kv.grants import effects as fx
 from headrace.kv.grants import events as ev
 from headrace.kv.grants import owner, pins, store, writer
@@ -44,7 +47,18 @@ def rows() -> dict[Row, tuple[str, list[str]]]:
         for phase in PHASES[machine] if words == "any" else (words,):
             new = phase.split(",")[0] if after == "same" else after
             out[machine, phase, event] = (new, [] if effects == "-" else effects.split(", "))
+    for phase, event, after, what in request_rows("decode"):
+        out["decode", phase, event] = (after, what)
     return out
+
+
+def request_rows(role: str) -> Iterator[tuple[str, str, str, list[str]]]:
+    """(phase, event, new phase, what else) as section 6 writes them for a role."""
+    section = DOC.read_text().split("## 6.")[1].split(f"### {role}\n")[1].split("\n### ")[0]
+    for line in section.splitlines():
+        if line.startswith("|") and not re.match(r"\| *(phase|-)", line):
+            phase, event, after, what = (cell.strip() for cell in line.strip("|").split("|"))
+            yield phase, event, after, [] if what == "-" else what.split(", ")
 
 
 def show(effect: Any) -> str:
@@ -156,6 +170,51 @@ def _simple(event: Any) -> str:
     return _WORDS[type(event)]
 
 
+def _decode_words(t: attempt.Attempt, event: Any, now: float) -> str:
+    match event:
+        case attempt.Admit() if t.phase is Phase.UNKNOWN:
+            return ""  # to be judged
+        case attempt.Judged(code):
+            return {"": "admit", "full": "admit, no room", "invalid": "admit, too long", "draining": "admit, draining"}.get(
+                code, ""
+            )
+        case attempt.Bind(writer):
+            if t.phase is Phase.CREDIT:
+                return ""
+            return "bind by another writer" if t.phase is Phase.BOUND and writer != t.writer else "bind"
+        case attempt.BindJudged(_, code):
+            return {"": "bind", "full": "bind, no room"}.get(code, "bind, other layout")
+        case attempt.Cancel(stop):
+            return "cancel, text stop" if stop and t.phase is Phase.RUNNING else "cancel"
+        case attempt.HandedOver(good):
+            return "hand-off complete" if good else "hand-off does not fit"
+        case attempt.Ends() | attempt.EngineFailed() if t.phase in (Phase.OVER, Phase.TOMBSTONE, Phase.UNKNOWN):
+            return ""
+    return _DECODE[type(event)]
+
+
+_DECODE = {
+    attempt.Admit: "admit", attempt.Fail: "fail", attempt.Resume: "resume", attempt.Superseded: "admit of a newer attempt",
+    attempt.Ends: "deadline", attempt.EngineFailed: "engine fails", attempt.LastToken: "last token", attempt.Computes: "",
+}  # fmt: skip
+
+
+def in_words(effects: list[Any]) -> list[str]:
+    """What follows for a request, in the words of section 6, in its order."""
+    words: list[str] = []
+    for effect in effects:
+        match effect:
+            case attempt.Answer(name, code):
+                words.append(f"{name} {code}".strip())
+            case attempt.CancelTicket():
+                words += ["ticket cancelled", "writer told"]
+            case attempt.Tell() | attempt.TellStop():
+                words.append("gateway told")
+            case attempt.GiveBack():
+                words.append("credit back")
+    return words
+
+
 _WORDS = {
     ev.Renewed: "bind again", ev.WriterFailed: "fail", ev.WriterLost: "writer lost", ev.Cancelled: "cancel",
     ev.WriterDone: "writer_done", ev.Fenced: "fenced", ev.SlabTaken: "slab taken", ev.Placed: "placed",
@@ -164,10 +223,12 @@ _WORDS = {
 }  # fmt: skip
 _IN_WORDS: dict[str, Callable[[Any, Any, float], str]] = {
     "owner": _owner_words, "writer": _writer_words, "store": _store_words, "held": _held_words, "reading": _reading_words,
+    "decode": _decode_words,
 }  # fmt: skip
 MACHINES = (
     ("owner", owner, "step", "tick"), ("writer", writer, "step", "tick"), ("store", store, "step", "tick"),
     ("held", pins, "held_step", "held_tick"), ("reading", pins, "reading_step", "reading_tick"),
+    ("decode", attempt, "step"),
 )  # fmt: skip
 
 
@@ -181,20 +242,43 @@ class Table:
 
     def recorded(self, machine: str, function: Callable) -> Callable:
         """A machine's `step` or `tick`, watched."""
-        in_words = _IN_WORDS[machine]
+        words_of = _IN_WORDS[machine]
 
+        @functools.wraps(function)
         def step(state: Any, event: Any, now: float) -> Any:
             after, effects = function(state, event, now)
-            self._note(machine, state, in_words(state, event, now), after, effects)
+            if machine == "decode":
+                self._note_request(state, words_of(state, event, now), after, effects)
+            else:
+                self._note(machine, state, words_of(state, event, now), after, effects)
             return after, effects
 
+        @functools.wraps(function)
         def tick(state: Any, now: float) -> Any:
             after, effects = function(state, now)
             if after is not state or effects:
-                self._note(machine, state, in_words(state, None, now), after, effects)
+                self._note(machine, state, words_of(state, None, now), after, effects)
             return after, effects
 
         return tick if function.__name__.endswith("tick") else step
+
+    def _note_request(self, state: attempt.Attempt, words: str, after: attempt.Attempt, effects: list[Any]) -> None:
+        row = ("decode", state.phase.value, words)
+        expected, said = self.rows.get(row), in_words(effects)
+        if expected is not None:
+            self.counts[row] += 1
+            mine = [
+                word for word in expected[1] if word != "Admitted" or "newer" not in words
+            ]  # that is the newer one's answer
+            if after.phase.value != expected[0] or sorted(said) != sorted(mine) and not self._told_otherwise(words):
+                self.told(f"decode, {state.phase.value}, {words}: {after.phase.value}, {said}; the table says {expected}")
+        elif words and (said or after.phase is not state.phase):
+            self.told(f"decode, {state.phase.value}, {words}: {after.phase.value}, {said}; no row says so")
+
+    @staticmethod
+    def _told_otherwise(words: str) -> bool:
+        """The last token is told by the step that gave it, not by the attempt's machine."""
+        return words == "last token"
 
     def _note(self, machine: str, state: Any, words: str, after: Any, effects: list[Any]) -> None:
         phase = state.phase

@@ -33,6 +33,10 @@ FOUND = {
     "a request that the bus was down for too long gives its credit back": Plan(
         87, config(), (Request(0.635, 134, 1),), (Span("bus down", 0.637, 12.0), When("Admitted", 1, "sender", "stop", 0.1)),
     ),
+    "the very first output is lost, and others follow": Plan(
+        7154, config(), (Request(0.05, 183, 0, max_tokens=1), Request(0.4, 61, 0), Request(0.4, 61, 1)),
+        (Message("Out", 1, "drop"),),
+    ),
     "a deadline that passes while no worker is there ends the request": Plan(
         49, config(transports=["tcp"], queue_seconds=1.0, max_num_seqs=2), (Request(0.75, 170, 1, n=2, deadline=2.0),),
         (Hurt("cut mute", "prefill", 0, 0.199, 2.843),),

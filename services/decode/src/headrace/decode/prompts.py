@@ -15,7 +15,9 @@ from headrace.engine import api
 from headrace.kv.hashing import BlockHasher
 from headrace.worker.visionclient import VisionError
 
-from .request import Phase, Request
+from . import attempt
+from .attempt import Phase
+from .request import Request
 
 if TYPE_CHECKING:
     from .service import DecodeService
@@ -113,7 +115,8 @@ class Prompts:
         except ValueError as error:
             full = isinstance(error, api.NoRoom)
             return service.problem(request, 503 if full else 400, "full" if full else "invalid", str(error))
-        request.phase, request.admitted = Phase.RUNNING, time.monotonic()
+        request.admitted = time.monotonic()
+        service.happens(request.key, attempt.Computes())
         service.host.wake()
 
     def done(self, request: Request, event: api.PromptDone) -> None:

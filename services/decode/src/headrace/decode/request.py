@@ -9,21 +9,12 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from enum import Enum
 
 from headrace.bus import messages as m
 from headrace.engine import api
 
+from .attempt import Phase
 from .landing import Landed
-
-
-class Phase(Enum):
-    """CREDIT: counted, resident prefix pinned. BOUND: memory taken, ticket out. RUNNING: sampled. OVER: nothing is held."""
-
-    CREDIT = "credit"
-    BOUND = "bound"
-    RUNNING = "running"
-    OVER = "over"
 
 
 @dataclass(slots=True, eq=False)

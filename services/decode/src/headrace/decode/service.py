@@ -28,10 +28,12 @@ from headrace.worker.service import WorkerService
 from headrace.worker.settings import WorkerSettings
 from headrace.worker.sight import Sight
 
+from . import attempt
+from .attempt import Phase
 from .compiling import Compiling
 from .landing import Landed, Landing
 from .prompts import Prompts
-from .request import Choice, Phase, Request, sampling_params
+from .request import Choice, Request, sampling_params
 
 FINISHED_SECONDS = 30.0  # a finished output can be asked for again
 FINISHED_BYTES = 64 << 20
@@ -140,23 +142,33 @@ class DecodeService(WorkerService):
 
     def _admit(self, message: m.Admit) -> m.Admitted | m.Refused:
         key = f"{message.request}/{message.attempt}"
-        known = self.requests.get(key)
-        if known is not None:
-            return m.Admitted(self._resident(known), self.load())
+        if self.happens(key, attempt.Admit()) is None:  # to be judged
+            return self._judge(key, message)
+        if key in self.requests:
+            return m.Admitted(self._resident(self.requests[key]), self.load())
+        self.counters["refused"] += 1
+        return m.Refused("stale", f"attempt {message.attempt} of {message.request} is over")
+
+    def _judge(self, key: str, message: m.Admit) -> m.Admitted | m.Refused:
         packed = message.block_hashes
         hashes = [packed[i : i + m.HASH_BYTES] for i in range(0, len(packed), m.HASH_BYTES)]
         pins: list[int] = []
-        refusal = self.not_ready() or self._stale(message, key) or self._invalid(message)
+        refusal = self.not_ready() or self._stale(message) or self._invalid(message)
         if refusal is None:
             pins = self.engine.pool.match(hashes) if hashes else []
             refusal = self._full(message, len(pins))
         if refusal is not None:
             self.engine.pool.release(pins)
             self.counters["refused"] += 1
+            self.happens(key, attempt.Judged(refusal.code))
             return refusal
         older = self.attempts.get(message.request)
         if older is not None:
-            self._end(self.requests[f"{message.request}/{older}"], "superseded")
+            self.happens(f"{message.request}/{older}", attempt.Superseded(), why="superseded")
+        self.happens(key, attempt.Judged(), message=message, hashes=hashes, pins=pins)
+        return m.Admitted(len(pins), self.load())
+
+    def _take_credit(self, key: str, message: m.Admit, hashes: list[bytes], pins: list[int]) -> None:
         now = time.monotonic()
         request = Request(
             key=key,
@@ -180,11 +192,9 @@ class DecodeService(WorkerService):
         gateway.requests.add(key)
         self.counters["admitted"] += 1
         self.trace.event(message.request, "decode.admit", have=len(pins), attempt=message.attempt, client_id=message.client_id)
-        return m.Admitted(len(pins), self.load())
 
-    def _stale(self, message: m.Admit, key: str) -> m.Refused | None:
-        newer = self.attempts.get(message.request, -1) > message.attempt
-        if key in self.tombstones or key in self.finished or newer:
+    def _stale(self, message: m.Admit) -> m.Refused | None:
+        if self.attempts.get(message.request, -1) > message.attempt:
             return m.Refused("stale", f"attempt {message.attempt} of {message.request} is over")
         peer = self.peers.get(message.gateway)
         if peer is not None and peer.epoch != message.gateway_epoch:
@@ -243,41 +253,52 @@ class DecodeService(WorkerService):
     def bind(self, message: m.Bind) -> m.Bound | m.Refused:
         """Compute starts: memory for everything, or nothing. Repeated by the same writer it renews the ticket's lease."""
         key = f"{message.request}/{message.attempt}"
+        answer = self.happens(key, attempt.Bind(message.writer))
+        if answer is None:
+            return self._judge_bind(self.requests[key], message)
         request = self.requests.get(key)
-        if request is None:
-            code = "stale" if key in self.tombstones or key in self.finished else "unknown"
-            return m.Refused(code, f"attempt {message.attempt} of {message.request} is not here")
-        now = time.monotonic()
-        if request.phase is Phase.BOUND:
-            wire = request.landed.wire
-            if wire.writer != message.writer:
-                return m.Refused("stale", f"{message.request} is bound to {wire.writer}, not to {message.writer}")
-            self.landing.feed(wire.ticket, events.Renewed(now + self.landing.ttl), now)
-            return m.Bound(wire, self.address)
-        if request.phase is not Phase.CREDIT:
-            return m.Refused("stale", f"{message.request} is {request.phase.value} already")
+        if answer.name == "Bound":
+            return m.Bound(request.landed.wire, self.address)
+        if request is not None and request.phase is Phase.BOUND:
+            held = request.landed.wire.writer
+            return m.Refused("stale", f"{message.request} is bound to {held}, not to {message.writer}")
+        where = f"is {request.phase.value} already" if request is not None else "is not here"
+        return m.Refused(answer.code, f"attempt {message.attempt} of {message.request} {where}")
+
+    def _judge_bind(self, request: Request, message: m.Bind) -> m.Bound | m.Refused:
+        """Memory and a ticket for an attempt that has its credit, or why not."""
         refusal = self.mismatch(message.layout_id, message.checkpoint, message.draft, message.prefill)
         if refusal is None and message.prompt_tokens != request.admit.prompt_tokens:
             refusal = m.Refused(
                 "mismatch", f"{message.request}: prefill has {message.prompt_tokens} prompt tokens, decode admitted "
                 f"{request.admit.prompt_tokens}"
             )  # fmt: skip
+        landed = self._take_memory(request, message) if refusal is None else None
+        if isinstance(landed, m.Refused):
+            refusal = landed
         if refusal is not None:
-            self.problem(request, 500, refusal.code, refusal.message)
+            judged = attempt.BindJudged(message.writer, refusal.code)
+            self.happens(request.key, judged, status=500, code=refusal.code, text=refusal.message)
             return refusal
-        reservation = self.engine.reserve(key, request.hashes, message.prompt_tokens)
+        self.unpin(request)
+        request.landed = landed
+        self.happens(request.key, attempt.BindJudged(message.writer))
+        reservation = landed.reservation
+        self.trace.event(message.request, "decode.bound", blocks=len(reservation.blocks), have=reservation.have)
+        return m.Bound(landed.wire, self.address)
+
+    def _take_memory(self, request: Request, message: m.Bind) -> Landed | m.Refused:
+        """Everything, or nothing."""
+        reservation = self.engine.reserve(request.key, request.hashes, message.prompt_tokens)
         if reservation is None:
             return m.Refused("full", f"no memory for {message.prompt_tokens} tokens now", self.load(), 0.02)
         verify = self.settings.checksums or 4 * message.prompt_tokens > INLINE_BYTES
-        landed = self.landing.mint(message, reservation, request, verify, now)
+        landed = self.landing.mint(message, reservation, request, verify, time.monotonic())
         if landed is None:
             self.engine.abandon(reservation)
             self.engine.pool.release(reservation.blocks)
             return m.Refused("full", "all slab slots are taken", self.load(), 0.02)
-        self.unpin(request)
-        request.phase, request.landed = Phase.BOUND, landed
-        self.trace.event(message.request, "decode.bound", blocks=len(reservation.blocks), have=reservation.have)
-        return m.Bound(landed.wire, self.address)
+        return landed
 
     def unpin(self, request: Request) -> None:
         self.engine.pool.release(request.pins)
@@ -364,15 +385,16 @@ class DecodeService(WorkerService):
         except ValueError as error:
             self.engine.abandon(landed.reservation)
             self.engine.pool.release(landed.reservation.blocks)
-            request.phase, request.landed = Phase.OVER, None
-            if isinstance(error, api.NoRoom):
-                self.problem(request, 503, "full", str(error))
-            else:
+            request.landed = None
+            status, code, text = 503, "full", str(error)
+            if not isinstance(error, api.NoRoom):
                 self.counters["corrupt"] += 1
                 self.log.error("hand-off refused", request=admit.request, prefill=landed.prefill, why=str(error))
-                self.problem(request, 502, "handoff_corrupt", f"the hand-off from {landed.prefill} was refused: {error}")
+                status, code, text = 502, "handoff_corrupt", f"the hand-off from {landed.prefill} was refused: {error}"
+            self.happens(request.key, attempt.HandedOver(False), status=status, code=code, text=text)
         else:
-            request.phase, request.landed, request.usage, request.admitted = Phase.RUNNING, None, record.usage, now
+            request.landed, request.usage, request.admitted = None, record.usage, now
+            self.happens(request.key, attempt.HandedOver())
             self.host.wake()
             nbytes = record.nbytes + record.slab_bytes
             self.trace.event(admit.request, "decode.admitted", ms=(now - request.began) * 1e3, bytes=nbytes)
@@ -395,9 +417,8 @@ class DecodeService(WorkerService):
             elif kind is api.Failed:
                 request = self.requests.get(event.request)
                 if request is not None:
-                    self.unpin(request)
-                    request.phase = Phase.OVER  # the engine has let go already
-                    self.problem(request, STATUS.get(event.code, 500), event.code, event.message)
+                    status = STATUS.get(event.code, 500)
+                    self.happens(request.key, attempt.EngineFailed(), status=status, code=event.code, text=event.message)
             elif kind is api.BlocksFilled:
                 request = self.requests.get(event.request) or self.finished.get(event.request)
                 # a prompt's own blocks are for who computed it to store
@@ -434,52 +455,23 @@ class DecodeService(WorkerService):
         )  # fmt: skip
         self.outbox.add(admit.gateway, entry)
         if usage is not None:
-            request.phase = Phase.OVER
             self.counters["finished"] += 1
-            self._forget(request, "finished", tokens=usage.completion_tokens)
+            self.happens(request.key, attempt.LastToken(), why="finished", tokens=usage.completion_tokens)
 
     # ------------------------------------------------------------ early ends
 
     def cancel(self, message: m.Cancel) -> m.Done:
         """Stop within one step. A text stop (`reason` stop) gets its last entry with the usage that counts."""
-        key = f"{message.request}/{message.attempt}"
-        request = self.requests.get(key)
-        if request is None:
-            if key in self.finished:
-                return m.Done("finished")
-            self.tombstones.add(key, time.monotonic())
-            return m.Done("unknown")
-        if message.reason == "stop" and request.phase is Phase.RUNNING:
-            request.keep = message.keep
-            usage = request.total_usage()
-            for index, choice in enumerate(request.choices):
-                if not choice.finish:
-                    choice.finish = "stop"
-                    last = request.open_choices == 0
-                    self.outbox.add_soon(
-                        request.admit.gateway,
-                        m.OutEntry(
-                            message.request, message.attempt, index, choice.end, b"", None, "stop", usage if last else None,
-                            None, request.counted(index),
-                        ),
-                    )
-        self.counters["cancelled"] += 1
-        self._end(request, message.reason or "cancelled")
-        return m.Done("cancelled")
+        key, why = f"{message.request}/{message.attempt}", message.reason or "cancelled"
+        answer = self.happens(key, attempt.Cancel(message.reason == "stop"), why=why, keep=message.keep)
+        self.counters["cancelled"] += answer.code == "cancelled"
+        return m.Done(answer.code)
 
     def fail_attempt(self, message: m.Fail) -> m.Done:
         """Prefill's leg failed: nothing more comes. Its memory waits for `writer_done` all the same."""
-        key = f"{message.request}/{message.attempt}"
-        request = self.requests.get(key)
-        if request is None:
-            if key not in self.finished:
-                self.tombstones.add(key, time.monotonic())
-            return m.Done("unknown")
-        if request.phase is Phase.RUNNING:
-            return m.Done("running")  # it was admitted: a late doubt of the writer does not undo it
-        problem = message.problem
-        self.problem(request, problem.status, problem.code, problem.message)
-        return m.Done("failed")
+        key, problem = f"{message.request}/{message.attempt}", message.problem
+        answer = self.happens(key, attempt.Fail(), status=problem.status, code=problem.code, text=problem.message)
+        return m.Done(answer.code)
 
     def writer_done(self, message: m.WriterDone) -> m.Done:
         self.landing.feed(message.ticket, events.WriterDone(message.generation), time.monotonic())
@@ -488,31 +480,74 @@ class DecodeService(WorkerService):
 
     def problem(self, request: Request, status: int, code: str, text: str) -> None:
         """The attempt ends with an error that its gateway hears at once."""
-        if request.key not in self.requests:
-            return  # it has ended already
-        admit = request.admit
-        request.problem = m.Problem(status, code, text)
-        self.counters["failed"] += 1
-        entry = m.OutEntry(
-            admit.request, admit.attempt, 0, request.choices[0].end, b"", finish="abort", problem=request.problem
-        )
-        self.outbox.add_soon(admit.gateway, entry)
-        self._end(request, code)
+        self.happens(request.key, attempt.Ends(), status=status, code=code, text=text)
 
-    def _end(self, request: Request, why: str) -> None:
-        """Give back whatever the request holds in its phase."""
-        self.unpin(request)
-        if request.phase is Phase.BOUND:
-            request.phase = Phase.OVER
-            landed, request.landed = request.landed, None
-            self.landing.feed(landed.wire.ticket, events.Cancelled(why), time.monotonic())
-            self._cancel_writer(landed)
-        elif request.phase is Phase.RUNNING:
-            self.engine.cancel(request.key)
-        request.phase = Phase.OVER
-        self.tombstones.add(request.key, time.monotonic())
-        self.host.wake()
-        self._forget(request, why)
+    # ------------------------------------------------------------ the attempt's machine
+
+    def happens(self, key: str, event: Any, **facts: Any) -> attempt.Answer | None:
+        """One event of an attempt: its machine says what follows, which is done. `facts`: what the effects need. -> the answer
+        to whoever sent a message; None when it must be judged first, or nobody waits."""
+        request = self.requests.get(key) or self.finished.get(key)
+        after, wanted = attempt.step(self._attempt(key, request), event, time.monotonic())
+        if request is not None:
+            request.phase = after.phase  # now: what follows may bring further events
+        answer = None
+        for effect in wanted:
+            if isinstance(effect, attempt.Answer):
+                answer = effect
+            else:
+                self._carry_out(key, request, effect, facts)
+        return answer
+
+    def _attempt(self, key: str, request: Request | None) -> attempt.Attempt:
+        if request is not None:
+            return attempt.Attempt(request.phase, request.landed.wire.writer if request.landed is not None else "")
+        return attempt.Attempt(Phase.TOMBSTONE if key in self.tombstones else Phase.UNKNOWN)
+
+    def _carry_out(self, key: str, request: Request | None, effect: Any, facts: dict[str, Any]) -> None:
+        match effect:
+            case attempt.TakeCredit():
+                self._take_credit(key, **facts)
+            case attempt.RenewTicket():
+                now = time.monotonic()
+                self.landing.feed(request.landed.wire.ticket, events.Renewed(now + self.landing.ttl), now)
+            case attempt.CancelTicket():
+                landed, request.landed = request.landed, None
+                self.landing.feed(landed.wire.ticket, events.Cancelled(_why(facts)), time.monotonic())
+                self._cancel_writer(landed)
+            case attempt.CancelEngine():
+                self.engine.cancel(key)
+            case attempt.Tell():
+                self._tell(request, m.Problem(facts["status"], facts["code"], facts["text"]))
+            case attempt.TellStop():
+                self._tell_stop(request, facts["keep"])
+            case attempt.GiveBack():
+                self.unpin(request)
+                self.host.wake()
+                self._forget(request, _why(facts), **({"tokens": facts["tokens"]} if "tokens" in facts else {}))
+            case attempt.Entomb():
+                self.tombstones.add(key, time.monotonic())
+
+    def _tell(self, request: Request, problem: m.Problem) -> None:
+        request.problem = problem
+        self.counters["failed"] += 1
+        admit = request.admit
+        entry = m.OutEntry(admit.request, admit.attempt, 0, request.choices[0].end, b"", finish="abort", problem=problem)
+        self.outbox.add_soon(admit.gateway, entry)
+
+    def _tell_stop(self, request: Request, keep: dict[int, int]) -> None:
+        """Last entries of the choices that a text stop ended; the very last has the usage that counts."""
+        request.keep = keep
+        admit, usage = request.admit, request.total_usage()
+        for index, choice in enumerate(request.choices):
+            if not choice.finish:
+                choice.finish = "stop"
+                last = request.open_choices == 0
+                entry = m.OutEntry(
+                    admit.request, admit.attempt, index, choice.end, b"", None, "stop", usage if last else None, None,
+                    request.counted(index),
+                )  # fmt: skip
+                self.outbox.add_soon(admit.gateway, entry)
 
     def _forget(self, request: Request, why: str, **data: Any) -> None:
         """From live to finished; its output stays for a while."""
@@ -543,7 +578,7 @@ class DecodeService(WorkerService):
     def resume(self, message: m.Resume) -> m.Resumed | m.Refused:
         key = f"{message.request}/{message.attempt}"
         request = self.requests.get(key) or self.finished.get(key)
-        if request is None:
+        if self.happens(key, attempt.Resume()).name == "Refused":
             return m.Refused("unknown", f"attempt {message.attempt} of {message.request} is not here")
         if not 0 <= message.choice < len(request.choices):
             return m.Refused("invalid", f"choice {message.choice}; the request has {len(request.choices)}")
@@ -664,3 +699,7 @@ class DecodeService(WorkerService):
             "slots_out": self.landing.slots - len(self.landing.free_slots),
             "deliveries": len(self.sight.staging) if self.sight is not None else 0,
         }
+
+
+def _why(facts: dict[str, Any]) -> str:
+    return facts.get("why") or facts.get("code", "")

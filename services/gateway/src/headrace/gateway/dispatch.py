@@ -346,9 +346,9 @@ class Dispatcher:
     def on_out(self, out: m.Message, subject: str) -> None:
         if not isinstance(out, m.Out):
             return
-        epoch, seq = self._seq.get(out.instance, (out.epoch, out.seq - 1))
+        epoch, seq = self._seq.get(out.instance, (out.epoch, 0))  # workers count what they send to this gateway from 1 on
         if epoch != out.epoch:
-            seq = out.seq - 1
+            seq = 0
         if out.seq > seq:
             self._seq[out.instance] = (out.epoch, out.seq)
         records = self.records
@@ -508,7 +508,7 @@ class Dispatcher:
             self._tails[instance] = self._loop.call_later(TAIL_SECONDS, self._check_tail, instance, presence.epoch, sent)
 
     def left(self, instance: str) -> None:
-        """An instance is no longer known; if it comes back, its count begins with what comes first."""
+        """An instance is no longer known; if it comes back, it counts on, and all that it still has for us is asked for."""
         self._seq.pop(instance, None)
 
     def _check_tail(self, instance: str, epoch: int, sent: int) -> None:
