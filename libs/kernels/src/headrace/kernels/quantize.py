@@ -13,6 +13,8 @@ Shapes: D is the quantised (last) dimension; a scale covers `group` consecutive 
 
 import torch
 
+from headrace.kernels import cpu
+
 FP8_MAX = 448.0
 FP4_MAX = 6.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -95,6 +97,8 @@ def dequantize_fp4_ue8m0(
 
 def round_fp8_ue8m0(x: torch.Tensor, group: int = 32, amax_floor: float = 1e-4) -> torch.Tensor:
     """What x becomes by quantize_fp8_ue8m0 and back, bit for bit, without building bytes."""
+    if _has_loop(x, group):
+        return _rounded(x, group, 3, 2.0**-6, FP8_MAX, amax_floor)
     grouped = _grouped(x, group)
     amax = grouped.abs().amax(-1, keepdim=True).clamp_min_(amax_floor)
     scale = _ceil_power_of_two(amax.mul_(1 / FP8_MAX))
@@ -103,6 +107,8 @@ def round_fp8_ue8m0(x: torch.Tensor, group: int = 32, amax_floor: float = 1e-4) 
 
 def round_fp4_ue8m0(x: torch.Tensor, group: int = 32) -> torch.Tensor:
     """What x becomes by quantize_fp4_ue8m0 and back, bit for bit, without building bytes."""
+    if _has_loop(x, group):
+        return _rounded(x, group, 1, 1.0, FP4_MAX, FP4_MAX * 2.0**-126)
     grouped = _grouped(x, group)
     amax = grouped.abs().amax(-1, keepdim=True).clamp_min_(FP4_MAX * 2.0**-126)
     scale = _ceil_power_of_two(amax.mul_(1 / FP4_MAX))
@@ -191,6 +197,20 @@ def _ceil_ue8m0(value: torch.Tensor) -> torch.Tensor:
     """Positive normal fp32 -> the byte of the smallest power of two not below it, exact on the bits."""
     bits = value.contiguous().view(torch.int32)
     return ((bits + 0x7FFFFF) >> 23).to(torch.uint8)
+
+
+def _has_loop(x: torch.Tensor, group: int) -> bool:
+    """Whether the compiled loop can round x."""
+    plain = x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous() and not x.requires_grad
+    return plain and x.shape[-1] % group == 0 and cpu.available()
+
+
+def _rounded(x: torch.Tensor, group: int, mantissa_bits: int, smallest: float, largest: float, floor: float) -> torch.Tensor:
+    from headrace.kernels.cpu.quantize import round_groups
+
+    out = torch.empty_like(x)
+    round_groups(x.view(-1).numpy(), group, mantissa_bits, smallest, largest, floor, out.view(-1).numpy())
+    return out
 
 
 def _ceil_power_of_two(value: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,13 @@ write compressed entries and select), Reindex (they select with their own querie
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import nn
 
 from .cache import Codecs, Entries, V41StatePool
 from .config import ModelConfig
-from .layers import Linear, RMSNorm, RopeTable, linear, rotate
+from .layers import Linear, RMSNorm, RopeTable, array, linear, loops_for, rotate
 from .rows import Group, Rows
 
 # Query rows are scored in tiles: at most so many (row, head, key) products, and so few rows that its first row is not
@@ -107,6 +108,8 @@ class Pass:
         self.config, self.paged, self.states, self.codecs = config, paged, states, kinds
         self.row_multiple = row_multiple
         self.fixed_width = fixed_width  # always index_topk selected columns, whatever is visible
+        # Rows that come alone have a compiled loop; with batch invariance they have the arithmetic of rows in chunks.
+        self.alone = not fixed_width and loops_for(states.windows) is not None
         self.enter(rows)
 
     def enter(self, rows: Rows) -> None:
@@ -128,12 +131,15 @@ class Pass:
 
     def windows(self, layer: int, fresh: torch.Tensor) -> list[torch.Tensor]:
         """Store this pass's window KV [count, D] and return every row's window, per group [rows, W, D] (views where
-        possible)."""
+        possible); of rows that come alone their own KV only, [rows, D]: the others lie in the ring."""
         rows, width = self.rows, self.config.sliding_window
         fresh = self.codecs.window.round(fresh).float()
         ring = self.states.windows[layer].flatten(0, 1)
         result = []
         for group in rows.groups:
+            if group.length == 1 and self.alone:
+                result.append(fresh[group.begin : group.end])
+                continue
             old = ring.index_select(0, group.history).view(group.segments, width - 1, -1)
             new = fresh[group.begin : group.end].view(group.segments, group.length, -1)
             line = torch.cat([old, new], dim=1)
@@ -344,11 +350,33 @@ class Attention(nn.Module):
         parts = []
         for group, window in zip(shared.rows.groups, windows, strict=True):
             part = slice(group.begin, group.end)
+            if group.length == 1 and shared.alone:
+                parts.append(self._attend_alone(q[part], window, part, selected, shared))
+                continue
             more = () if selected is None else (selected[part], bias[part])
             parts.append(attend(q[part], window, shared.rows.window_bias[part], self.attn_sink, scale, *more))
         if shared.rows.padded > shared.rows.count:
             parts.append(torch.zeros_like(q[shared.rows.count :]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_alone(
+        self, q: torch.Tensor, own: torch.Tensor, part: slice, selected: torch.Tensor | None, shared: Pass
+    ) -> torch.Tensor:
+        """Rows that come alone: q [T, H, D], their own KV [T, D] -> [T, H, D]."""
+        from headrace.kernels.cpu.attention import attend_rows
+
+        c, rows, out = self.config, shared.rows, torch.empty_like(q)
+        if selected is None:
+            some, chosen = q.new_empty(q.shape[0], 0, q.shape[2]), rows.positions.new_empty(q.shape[0], 0)
+        else:
+            some, chosen = selected[part], shared.selection[c.index_owner(self.layer)][part]
+        ring = shared.states.windows[self.layer].flatten(0, 1)
+        attend_rows(
+            q.numpy(), own.numpy(), ring.numpy(), rows.bases[part].numpy(), rows.positions[part].numpy(),
+            rows.floors[part].numpy(), c.sliding_window, shared.states.ring, array(self.attn_sink),
+            np.float32(c.head_dim**-0.5), some.numpy(), chosen.numpy(), out.numpy(),
+        )  # fmt: skip
+        return out
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
         """Low-rank output: per group of heads, then all groups. [T, H, D] -> [T, d]."""

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from types import ModuleType
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from headrace.kernels import cpu
 
 from .config import ModelConfig
 
@@ -31,7 +35,8 @@ class Linear(nn.Module):
 
 def linear(x: torch.Tensor, weight: torch.Tensor, tile: int = 0) -> torch.Tensor:
     """[T, in] x [out, in] -> [T, out], in x's dtype: in training, weights are fp32 and rows may be bf16."""
-    weight = weight.to(x.dtype)
+    if weight.dtype != x.dtype:
+        weight = weight.to(x.dtype)
     if tile and x.shape[0] > tile:
         return torch.cat([F.linear(rows, weight) for rows in x.split(tile)])
     return F.linear(x, weight)
@@ -57,8 +62,33 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loops = loops_for(x, self.weight)
+        if loops is not None:
+            out = torch.empty_like(x)
+            loops.norm(x.view(-1, x.shape[-1]).numpy(), array(self.weight), self.eps, out.view(-1, x.shape[-1]).numpy())
+            return out
         wide = x.float()
         return (wide * inverse_rms(wide, self.eps) * self.weight.float()).to(x.dtype)
+
+
+def loops_for(*tensors: torch.Tensor) -> ModuleType | None:
+    """The compiled loops (`headrace.kernels.cpu.mhc`) where they can do this: fp32 on a CPU, contiguous, without gradients."""
+    if torch.is_grad_enabled() or not cpu.available():
+        return None
+    for x in tensors:
+        if x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous():
+            return None
+    from headrace.kernels.cpu import mhc
+
+    return mhc
+
+
+def array(weight: torch.Tensor) -> np.ndarray:
+    """A weight as numpy sees it; kept with the weight, for asking torch costs more than a small loop."""
+    kept = getattr(weight, "_array", None)
+    if kept is None or kept[0] != weight.data_ptr():
+        kept = weight._array = (weight.data_ptr(), weight.detach().numpy())
+    return kept[1]
 
 
 def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -110,6 +140,12 @@ def rotate(x: torch.Tensor, phases: torch.Tensor) -> torch.Tensor:
     """Rotate the last RD channels of x [T, D] or [T, H, D] by complex phases [T, RD / 2], adjacent pairs; in place
     for fp32 without gradients."""
     rope_dim = 2 * phases.shape[-1]
+    loops = loops_for(x)
+    if loops is not None and phases.dim() == 2:
+        back = phases.is_conj()
+        turns = torch.view_as_real(phases.conj() if back else phases).numpy()
+        loops.rotate(x.view(x.shape[0], -1, x.shape[-1]).numpy(), turns, np.float32(-1 if back else 1))
+        return x
     phases = phases.unsqueeze(1) if x.dim() == 3 else phases
     tail = x[..., x.shape[-1] - rope_dim :]
     pairs = tail.view(*tail.shape[:-1], rope_dim // 2, 2)
@@ -133,6 +169,16 @@ def mix(
     collapses the input of the NEXT sublayer; `post` and `comb` expand this one's output.
     """
     hc, eps = config.hc_mult, config.hc_eps
+    loops = loops_for(streams, fn, base, scale)
+    if loops is not None:
+        x = streams.flatten(1)
+        pre, post = torch.empty(2, x.shape[0], hc).unbind()
+        comb = torch.empty(x.shape[0], hc, hc)
+        loops.mix(
+            x.numpy(), linear(x, fn, tile).numpy(), array(base), array(scale), hc, np.float32(config.rms_norm_eps),
+            np.float32(eps), config.hc_sinkhorn_iters, pre.numpy(), post.numpy(), comb.numpy(),
+        )  # fmt: skip
+        return pre, post, comb
     x = streams.flatten(1).float()
     projected = linear(x, fn, tile) * inverse_rms(x, config.rms_norm_eps)
     z = torch.addcmul(base, projected, scale.index_select(0, _scale_of_mix(hc, scale.device)))
@@ -184,10 +230,20 @@ def _summing_matrices(n: int, eps: float, device: torch.device) -> tuple[torch.T
 
 def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     """sum_i pre_i X_i: [T, hc, d], [T, hc] -> [T, d]."""
+    loops = loops_for(streams, pre)
+    if loops is not None:
+        out = streams.new_empty(streams.shape[0], streams.shape[2])
+        loops.collapse(streams.numpy(), pre.numpy(), out.numpy())
+        return out
     return torch.bmm(pre.unsqueeze(1), streams.float()).squeeze(1).to(streams.dtype)
 
 
 def expand(output: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     """X'_k = post_k * output + sum_j comb[j, k] X_j: -> [T, hc, d]."""
+    loops = loops_for(output, streams, post, comb)
+    if loops is not None:
+        out = torch.empty_like(streams)
+        loops.expand(output.numpy(), streams.numpy(), post.numpy(), comb.numpy(), out.numpy())
+        return out
     added = post.unsqueeze(-1) * output.float().unsqueeze(1)
     return torch.baddbmm(added, comb.transpose(1, 2), streams.float()).to(streams.dtype)

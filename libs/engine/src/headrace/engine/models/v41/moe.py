@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from .config import ModelConfig
-from .layers import linear
+from .layers import array, linear, loops_for
 
 # Measured on one core: with 65,536 weights a matrix `dense` wins below 128 rows (0.2 against 0.6 ms at 32 rows); with
 # 524,288 it never does.
 DENSE_WEIGHTS, DENSE_ROWS = 1 << 18, 128
+LOOP_ROWS = 32  # the compiled loops are slower than the matrix library where it has many rows to share a weight
 
 
 class Gate(nn.Module):
@@ -51,11 +53,28 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
         """[T, d] -> [T, d]; `image` bool [T] marks rows inside an image span."""
+        if image is None and x.shape[0] <= LOOP_ROWS and self._has_loop(x):
+            return self._few(x)
         chosen, weights = self.route(x, image)
         small = self.experts * self.inter * x.shape[1] <= DENSE_WEIGHTS
         if self.always_dense or small and (self.row_multiple > 1 or x.shape[0] <= DENSE_ROWS):
             return self._dense(x, chosen, weights)
         return self._grouped(x, chosen, weights)
+
+    def _has_loop(self, x: torch.Tensor) -> bool:
+        plain = self.row_multiple == 1 and not self.always_dense and self.observe is None
+        return plain and loops_for(x, self.gate.weight, self.gate.bias, self.w_in, self.w_out) is not None
+
+    def _few(self, x: torch.Tensor) -> torch.Tensor:
+        """Few rows: routing and experts in two compiled calls."""
+        from headrace.kernels.cpu import experts as loops
+
+        rows, out = x.numpy(), torch.empty_like(x)
+        chosen, weights = np.empty((len(rows), self.top_k), np.int64), np.empty((len(rows), self.top_k), np.float32)
+        loops.route(rows, array(self.gate.weight), array(self.gate.bias), np.float32(self.routed_scale), chosen, weights)
+        limit = np.float32(self.limit)
+        loops.experts(rows, chosen, weights, array(self.w_in), array(self.w_out), limit, out.numpy())
+        return out
 
     def route(self, x: torch.Tensor, image: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Expert ids [T, k] and fp32 weights [T, k]. The bias chooses but does not weigh."""

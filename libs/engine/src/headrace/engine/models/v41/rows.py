@@ -86,10 +86,12 @@ class Rows:
 
     def _index_window(self, window: int, ring: int) -> None:
         floors = self._tensor([max(piece.floor, 0) for piece in self.pieces])[self.piece_of]
+        self.floors = floors  # [count]: window KV of positions below is not seen
+        self.bases = self.slots[self.piece_of] * ring  # [count]: a slot's first cell
         seen = self.positions[:, None] + torch.arange(1 - window, 1, device=self.device)
         bias = torch.zeros(seen.shape, device=self.device)
         self.window_bias = bias.masked_fill_(seen < floors[:, None], -torch.inf).unsqueeze(1)
-        cells = self.slots[self.piece_of] * ring + self.positions % ring
+        cells = self.bases + self.positions % ring
         # A piece longer than the ring leaves only its last rows there.
         self.kept = (self.from_end <= ring).nonzero().squeeze(1) if self.pieces[-1].length > ring else None
         self.cells = cells if self.kept is None else cells[self.kept]
