@@ -110,7 +110,8 @@ def test_attention_of_rows_that_come_alone(chosen_width):
     bases = torch.arange(rows) * ring_rows
     ring, fresh, q, sink = draw(rows * ring_rows, dim), draw(rows, dim, seed=1), draw(rows, heads, dim, seed=2), draw(heads)
     selected = draw(rows, chosen_width, dim, seed=3)
-    chosen = torch.arange(chosen_width).expand(rows, -1).masked_fill(torch.arange(chosen_width) >= torch.arange(rows)[:, None], -1)
+    numbers = torch.arange(chosen_width)
+    chosen = numbers.expand(rows, -1).masked_fill(numbers >= torch.arange(rows)[:, None], -1)
     seen = positions[:, None] + torch.arange(1 - window, 1)
     cells = (bases[:, None] + seen % ring_rows).flatten()
     keys = ring[cells].view(rows, window, dim).clone()
