@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine import api
+from headrace.engine import api, speculation_sim
 from headrace.engine import sequence as seq
 from headrace.engine.speculation import (
     CLOSED_STEPS,
@@ -215,6 +215,20 @@ def test_confidences_that_promise_too_much_are_trusted_less():
     for _ in range(60):
         verified(speculator, one, 5, 0)
     assert speculator.trust < 0.2
-    for _ in range(120):
+    for _ in range(200):
         verified(speculator, one, 5, 5)
     assert speculator.trust > 1.0
+
+
+@pytest.mark.parametrize("machine", speculation_sim.MACHINES)
+@pytest.mark.parametrize("profile", ["0.8 falling", "0.2"])
+def test_on_a_clock_of_its_own_the_schedule_comes_near_the_better_fixed_way(machine, profile):
+    """By formula, so the same on every machine. All of it: python -m headrace.engine.speculation_sim."""
+    chosen = speculation_sim.MACHINES[machine], speculation_sim.PROFILES[profile]
+    for batch in (2, 12):
+        assert speculation_sim.against_the_better(*chosen, batch, steps=300, warm_up=120) > 0.95
+
+
+def test_the_schedule_beats_both_fixed_ways_where_only_the_likely_drafts_pay():
+    machine, profile = speculation_sim.MACHINES["flat, then linear"], speculation_sim.PROFILES["0.8 falling"]
+    assert speculation_sim.against_the_better(machine, profile, 64, steps=200, warm_up=80) > 1.15

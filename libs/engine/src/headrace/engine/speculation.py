@@ -31,8 +31,11 @@ from . import sequence as seq
 
 GATE_STEPS = 3  # in a row with too many rejections: the gate closes
 CLOSED_STEPS = 32  # ... for so many steps
-PROBE_STEPS = 64  # without a verified draft: then one of each sequence is, to learn whether times have changed
-SLOW, LOCAL = 0.05, 0.2  # weight of a new value in averages; ... in the points next to a measurement
+# Without a verified draft for so many steps, so many sequences try, to learn whether times have changed; each vain try makes
+# the next one come twice as late.
+PROBE_STEPS, LATEST_PROBE, PROBES = 64, 1024, 4
+SLOW, LOCAL = 0.05, 0.2  # weight of a new time in averages; ... in the points next to a measurement
+GUESS, FAITH, MEMORY = 3, 20, 500  # blocks that the first guesses count for: at confidences, at their worth; what is remembered
 OUTLIER = 2.0  # a measurement counts as at most so many times what was expected: somebody else may have had the processor
 MARGIN = 1.02  # drafting must promise so much more than no drafts: what is measured is not exact
 COUNTS = ("drafted", "verified", "accepted", "pruned")  # by position in a block; pruned: drafted, not verified
@@ -181,6 +184,9 @@ class Speculator:
     typical: list[float] = field(init=False)  # survival by position, averaged over all blocks
     _promised: float = 1.0  # of drafts that were verified, how many the confidences let expect and how many stood: averages
     _kept: float = 1.0
+    _blocks: int = 0  # drafted
+    _patience: int = PROBE_STEPS
+    _probing: bool = False
     _verified_at: int = 0  # the last step with a verified draft
 
     def __post_init__(self) -> None:
@@ -207,8 +213,9 @@ class Speculator:
         most = sum(map(len, survival))
         if self.options.budget is not None:
             return self.options.budget
-        if self.step - self._verified_at >= PROBE_STEPS:
-            return len(ready)
+        if self._probing or self.step - self._verified_at >= self._patience:
+            self._probing = False
+            return PROBES
         seconds = self.costs.step(len(ready), draft=True)
         settled = any(entry.sequence.draft.older for entry in ready)
         if settled:  # a sequence without an older block counts as a typical one
@@ -221,7 +228,13 @@ class Speculator:
     def wants(self, sampled: Sequence[seq.Sequence]) -> list[seq.Sequence]:
         """Who of those that get a token in this step is to get new drafts behind it."""
         open_ = [s for s in sampled if s.draft.closed_until <= self.step and not self._ends(s)]
-        return open_ if open_ and self.pays(len(sampled)) else []
+        if open_ and self.pays(len(sampled)):
+            self._patience = PROBE_STEPS
+            return open_
+        if not open_ or self.step - self._verified_at < self._patience:
+            return []
+        self._patience, self._probing = min(2 * self._patience, LATEST_PROBE), True
+        return open_[:PROBES]
 
     @staticmethod
     def _ends(sequence: seq.Sequence) -> bool:
@@ -230,7 +243,7 @@ class Speculator:
 
     def pays(self, sequences: int) -> bool:
         """Whether a step that drafts makes more tokens a second than one that doesn't, by what is typical."""
-        if self.options.budget is not None or self.step - self._verified_at >= PROBE_STEPS:
+        if self.options.budget is not None:
             return True
         with_draft, without = self.costs.step(sequences, True), self.costs.step(sequences, False)
         least, tau = sequences / without(sequences), 1.0
@@ -254,6 +267,7 @@ class Speculator:
                 self.counts["verified" if place < len(sample.drafts) else "pruned"][place] += 1
             if sample.drafts and chosen:
                 self._judge(sample, len(chosen) - 1)
+        self._blocks += len(result.proposals)
         for sequence in running:
             draft, proposal = sequence.draft, result.proposals.get(sequence)
             draft.older = draft.survival
@@ -263,7 +277,7 @@ class Speculator:
                 draft.survival = survival_of(proposal.confidence, self.options.temperatures)
                 for place, a in enumerate(draft.survival):
                     self.counts["drafted"][place] += 1
-                    self.typical[place] += SLOW * (a - self.typical[place])
+                    self.typical[place] += _weight(self._blocks, GUESS) * (a - self.typical[place])
         decodes_only = len(plan.samples) == len(plan.rows) == plan.rows_planned - plan.draft_rows > 0
         if self.costs is not None and decodes_only and not plan.restore:
             self.costs.observe(plan.rows_planned, len(result.proposals), result.seconds)
@@ -274,8 +288,9 @@ class Speculator:
         self.tokens += accepted + 1
         for place in range(accepted):
             self.counts["accepted"][place] += 1
-        self._promised += SLOW * (sum(draft.survival[:verified]) - self._promised)
-        self._kept += SLOW * (accepted - self._kept)
+        weight = _weight(self.windows, FAITH)
+        self._promised += weight * (sum(draft.survival[:verified]) - self._promised)
+        self._kept += weight * (accepted - self._kept)
         if (verified - accepted) / verified <= self.options.gate:
             draft.bad_steps = 0
             return
@@ -301,3 +316,8 @@ class Speculator:
                 points = zip(curve.sizes, curve.values, strict=True)
                 out |= {f"step_curve_{kind}_seconds/size={size}": value for size, value in points}
         return out
+
+
+def _weight(count: int, guess: int) -> float:
+    """Of the newest of `count` values in an average that began as a guess: a plain average at first, then one that forgets."""
+    return 1 / min(count + guess, MEMORY)
