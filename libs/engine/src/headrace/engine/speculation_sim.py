@@ -1,5 +1,5 @@
-"""The policy of speculative decoding on a clock of its own: `python -m headrace.engine.speculation_sim` prints how near it comes
-to the better of "never draft" and "verify all drafts", for step costs of several shapes.
+"""The policy of speculative decoding on a clock of its own: `python -m headrace.engine.speculation_sim` prints how near it
+comes to the better of "never draft" and "verify all drafts", for step costs of several shapes.
 
 No model runs. Steps take what a formula says, drafts stand by lot, confidences tell the lot's chances exactly. So the figures
 are about the policy alone, the same on every machine; what a step really costs is measured by `headrace bench engine
