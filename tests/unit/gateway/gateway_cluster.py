@@ -120,7 +120,7 @@ class Decode(Worker):
         out = self.done.get((message.request, message.attempt, message.choice), [])
         left = out[message.start :]
         admit = next(a for a in self.admits if (a.request, a.attempt) == (message.request, message.attempt))
-        over = len(out) >= len(self.script) if self.finish_last else False
+        over = len(out) >= len(self.script[: admit.sampling.max_tokens]) if self.finish_last else False
         usage = m.Usage(admit.prompt_tokens, len(out)) if over else None
         return m.Resumed([m.OutEntry(message.request, message.attempt, message.choice, message.start, m.pack_ids(left), None,
                                      "stop" if over else "", usage)])  # fmt: skip

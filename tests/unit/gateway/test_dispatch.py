@@ -288,6 +288,18 @@ async def test_lost_output_is_asked_for_again(cluster, lose):
     await quiet(cluster)
 
 
+async def test_a_lost_first_message_is_noticed_by_the_second_whoever_it_is_for(cluster, monkeypatch):
+    """The only message of one request is lost, and it is the first that this worker ever sent; presence tells nothing."""
+    decode = cluster.decodes[0]
+    monkeypatch.setattr(decode, "describe", lambda: type(decode).describe(decode) | {"out_seq": {}})
+    decode.lose = {1}
+    first = asyncio.create_task(cluster.post(chat(max_tokens=1)))
+    await eventually(lambda: decode.sent.get(cluster.gateway.instance) == 1)
+    assert (await cluster.post(chat(max_tokens=1)))[0] == 200
+    assert (await asyncio.wait_for(first, SOON))[0] == 200
+    await quiet(cluster)
+
+
 async def test_output_that_came_while_lost_output_was_asked_for_is_asked_for_too(cluster, monkeypatch):
     """The answer is older than the last messages, which were dropped because it was awaited: nothing else tells of them."""
     decode = cluster.decodes[0]
