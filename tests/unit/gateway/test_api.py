@@ -1,6 +1,7 @@
 """What clients see: the OpenAI SDK unchanged, errors, limits, ids, keys."""
 
 import asyncio
+import io
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -348,3 +349,22 @@ async def test_before_the_gateway_knows_models_it_says_that_it_starts(cluster):
     async with cluster.session.post("/v1/chat/completions", json=chat()) as reply:
         assert reply.status == 503 and (await reply.json())["error"]["code"] == "starting"
     cluster.gateway.state = "ready"
+
+
+async def test_large_bodies_are_bounded_together(cluster):
+    """Each would fit; what counts is what is held at a time, and it is given back."""
+    cluster.gateway.settings.large_body_bytes = 5 << 20
+    body = json.dumps(chat(messages=[{"role": "user", "content": [IMAGE | {"note": "x" * (3 << 20)}]}])).encode()
+    headers = {"Content-Type": "application/json"}
+
+    async def ask(data) -> int:
+        async with cluster.session.post("/v1/chat/completions", data=io.BytesIO(data), headers=headers) as reply:
+            return reply.status
+
+    statuses = await asyncio.gather(*(ask(body) for _ in range(6)))
+    assert set(statuses) <= {400, 429} and 400 in statuses  # 400: this model reads text only
+    cluster.gateway.api._large += 4 << 20  # somebody else's
+    assert await ask(body) == 429
+    assert await ask(json.dumps(chat()).encode()) == 200  # a small one is never counted
+    cluster.gateway.api._large -= 4 << 20
+    assert cluster.gateway.api._large == 0 and await ask(body) == 400

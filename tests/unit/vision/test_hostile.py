@@ -222,7 +222,7 @@ async def identifier():
 
     fetcher = ImageFetcher(2 << 20, destination_filter=allows, timeout=5.0)
     pool = ThreadPoolExecutor(2)
-    yield Identifier(RULES, fetcher, pool, 64 << 20, 64, lambda key: False)
+    yield Identifier(RULES, fetcher, pool, 64 << 20, lambda key: False)
     await fetcher.close()
     pool.shutdown()
 

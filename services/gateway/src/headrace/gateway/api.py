@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 HASHERS = 1024  # block hashers kept, one per layout and namespace
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
+LARGE_BODY = 1 << 20  # bytes; larger ones are counted
 UNKNOWN_LIMIT = 1 << 20  # tokens, where no worker says how much it takes
 log = structlog.get_logger("headrace.gateway")
 
@@ -59,6 +60,7 @@ class Call:
     traceparent: str
     reply: Reply | None = None
     status: int = 200
+    body: int = 0  # bytes of a large body, counted while the request lives: images stay for a second attempt
     kept: bool = False  # a response with an id under which it can be fetched and cancelled
 
 
@@ -72,6 +74,7 @@ class Api:
         self._gateway = gateway
         self._settings = gateway.settings
         self._hashers: dict[tuple[str, bytes], BlockHasher] = {}
+        self._large = 0  # bytes of large bodies that are held
         self._random = random.Random()  # seeds of requests that bring none: unpredictable enough, and no system call
 
     def runner(self, side_door: list[web.RouteDef]) -> web.AppRunner:
@@ -126,6 +129,7 @@ class Api:
         finally:
             if call.kept:
                 self._keep_reply(call)
+            self._large -= call.body
             exchange.settle()
         if self._gateway.state != "starting":
             self._count(call)
@@ -138,7 +142,10 @@ class Api:
         if gateway.state == "draining":
             raise errors.draining()
         tenant = self.auth.tenant(request.headers)
+        self._count_body(call, request.content_length or 0)
         body = await self._json(request)
+        if request.content_length is None:  # it came in chunks
+            self._count_body(call, len(await request.read()))
         if not gateway.bus.connected:
             raise errors.bus_down()
         options = models.options
@@ -326,6 +333,16 @@ class Api:
         return hasher
 
     # ------------------------------------------------------------ bodies
+
+    def _count_body(self, call: Call, size: int) -> None:
+        """Large bodies are bounded together. Raises RecipeError."""
+        if not LARGE_BODY < size <= self._settings.max_body_bytes:  # a larger one is refused with both sizes
+            return
+        limit = self._settings.large_body_bytes
+        if self._large + size > limit:
+            raise errors.busy(f"{self._large:,} bytes of large requests are held here; {limit:,} may be (--large-body-bytes)")
+        self._large += size
+        call.body = size
 
     async def _json(self, request: web.Request) -> dict[str, Any]:
         """The body as a JSON object. Raises RecipeError: too large (both sizes), not JSON, not an object."""

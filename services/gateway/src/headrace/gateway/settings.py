@@ -53,6 +53,9 @@ class GatewaySettings(Settings):
     max_model_len: Annotated[
         int, Meta(ge=0, description="prompt and output tokens of one request; 0: what the workers say")
     ] = 0
+    large_body_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="bodies above 1 MiB (images) held at a time, by all requests together; more get 429")
+    ] = 512 << 20
     image_requests: Annotated[
         int, Meta(ge=1, description="requests whose images are being read at a time; more get 429")
     ] = 64

@@ -44,22 +44,19 @@ class Identifier:
     """`encoded(key)`: whether the embeddings of an image are at hand, so that its pixels need not be."""
 
     def __init__(
-        self, rules: ImageRules, fetcher: ImageFetcher, pool: Executor, pixel_bytes: int, fetches: int,
-        encoded: Callable[[Key], bool],
-    ) -> None:  # fmt: skip
+        self, rules: ImageRules, fetcher: ImageFetcher, pool: Executor, pixel_bytes: int, encoded: Callable[[Key], bool]
+    ) -> None:
         self.pixels: ByteCache[Pixels] = ByteCache(pixel_bytes)
         self.known: ByteCache[Identity] = ByteCache(4 << 20)  # by encoded bytes and detail
         self.counters = dict.fromkeys(("identified", "known", "fetched", "fetched_bytes", "decoded", "refused"), 0)
         self.seconds = dict.fromkeys(("fetch", "decode"), 0.0)
         self.decoding = 0  # in a thread, or waiting for one
         self._rules, self._fetcher, self._pool, self._encoded = rules, fetcher, pool, encoded
-        self._fetches = asyncio.Semaphore(fetches)
 
     async def fetch(self, url: str, max_bytes: int) -> bytes:
         """Raises ImageError."""
         began = time.monotonic()
-        async with self._fetches:
-            data = await self._fetcher.fetch(url)
+        data = await self._fetcher.fetch(url)
         self.counters["fetched"] += 1
         self.counters["fetched_bytes"] += len(data)
         self.seconds["fetch"] += time.monotonic() - began

@@ -28,7 +28,7 @@ from headrace.worker.staging import Room, Staging, StagingError
 from headrace.worker.visionclient import ask_grant
 
 from .encoding import Encoding, PixelsGone, rows_of
-from .identity import Identifier
+from .identity import Identifier, Identity
 from .settings import VisionSettings
 from .threads import background_pool
 
@@ -62,6 +62,8 @@ class VisionService(Service):
         self.worst_lag = 0.0
         self._address = b""
         self._rooms: dict[str, Room] = {}  # deposits that are not taken yet
+        self._held = 0  # bytes of deposits that were taken and are not decoded yet
+        self._fetches = asyncio.Semaphore(settings.fetches)  # images by URL from their download to their pixels
         self._asking: set[asyncio.Task] = set()
         self._pools: list[Any] = []
 
@@ -95,7 +97,7 @@ class VisionService(Service):
         allows = (lambda host, address: True) if settings.allow_private_addresses else public_address
         self.fetcher = ImageFetcher(destination_filter=allows, timeout=settings.fetch_seconds)
         self.identifier = Identifier(
-            rules, self.fetcher, decode, settings.pixel_bytes, settings.fetches, lambda key: key in self.encoding.cache
+            rules, self.fetcher, decode, settings.pixel_bytes, lambda key: key in self.encoding.cache
         )
         self.encoding = Encoding(
             encoder, encode, self.identifier.pixels.get, self.identifier.pixels.drop, settings.embedding_bytes,
@@ -152,9 +154,12 @@ class VisionService(Service):
     # ------------------------------------------------------------ deposit
 
     def deposit(self, message: m.Deposit) -> m.Message:
-        """Room for the bytes of one image."""
+        """Room for the bytes of one image. What waits to be decoded counts against the intake too: it is in memory."""
         if (refusal := self._not_ready()) is not None:
             return refusal
+        if self._held and self._held + message.nbytes > self.settings.intake_bytes:
+            self.counters["refused_busy"] += 1
+            return m.Refused("full", f"{self._held:,} bytes of images wait to be decoded", self.load(), 0.05)
         try:
             ttl = min(max(message.ttl, 0.0), KEEP_SECONDS)
             room = self.staging.grant(message.writer, message.sender, [message.nbytes], ttl, time.monotonic())
@@ -185,16 +190,10 @@ class VisionService(Service):
         return _poll(job)
 
     async def _identify(self, message: m.Identify) -> m.Message:
-        began, identifier = time.monotonic(), self.identifier
+        began = time.monotonic()
         try:
             async with asyncio.timeout(message.deadline):
-                if message.url:
-                    data = await identifier.fetch(message.url, message.max_bytes)
-                else:
-                    room = self._rooms.pop(message.grant)
-                    data = (await asyncio.shield(self.staging.take(room, [message.checksum], time.monotonic)))[0]
-                fetched = time.monotonic()
-                found = await identifier.identify(message.namespace, data, message.detail)
+                found, nbytes, fetched = await (self._identify_url(message) if message.url else self._identify_deposit(message))
         except ImageError as error:
             self.trace.event(message.request, "vision.refused", kind=error.kind, image=message.image)
             return m.ImageRefused(error.kind, error.message, error.retryable)
@@ -203,10 +202,28 @@ class VisionService(Service):
         except TimeoutError:
             return m.ImageRefused("Deadline", f"not identified within {message.deadline:.1f} s", True)
         self.trace.event(
-            message.request, "vision.identified", ms=(time.monotonic() - began) * 1e3, image=message.image, bytes=len(data),
+            message.request, "vision.identified", ms=(time.monotonic() - began) * 1e3, image=message.image, bytes=nbytes,
             fetch_ms=round((fetched - began) * 1e3, 3), tokens=found.tokens, client_id=message.client_id,
         )  # fmt: skip
-        return m.Identified(found.digest, found.tokens, found.width, found.height, len(data))
+        return m.Identified(found.digest, found.tokens, found.width, found.height, nbytes)
+
+    async def _identify_url(self, message: m.Identify) -> tuple[Identity, int, float]:
+        """-> (what it is, bytes as they came, when they were here)."""
+        async with self._fetches:
+            data = await self.identifier.fetch(message.url, message.max_bytes)
+            fetched = time.monotonic()
+            return await self.identifier.identify(message.namespace, data, message.detail), len(data), fetched
+
+    async def _identify_deposit(self, message: m.Identify) -> tuple[Identity, int, float]:
+        room = self._rooms.pop(message.grant)
+        nbytes = room.sizes[0]
+        self._held += nbytes
+        try:
+            data = (await asyncio.shield(self.staging.take(room, [message.checksum], time.monotonic)))[0]
+            fetched = time.monotonic()
+            return await self.identifier.identify(message.namespace, data, message.detail), nbytes, fetched
+        finally:
+            self._held -= nbytes
 
     # ------------------------------------------------------------ encode
 

@@ -24,9 +24,9 @@ class VisionSettings(Settings):
     ] = 4096
     pixel_bytes: Annotated[int, Meta(ge=1 << 20, description="resized pixels kept, until they are encoded")] = 256 << 20
     embedding_bytes: Annotated[int, Meta(ge=1 << 20, description="embeddings kept for the next request")] = 256 << 20
-    intake_bytes: Annotated[int, Meta(ge=1 << 20, description="room for images on their way from gateways")] = 96 << 20
+    intake_bytes: Annotated[int, Meta(ge=1 << 20, description="encoded images from gateways")] = 96 << 20
     max_images: Annotated[int, Meta(ge=1, description="images being identified; more are refused")] = 1024
-    fetches: Annotated[int, Meta(ge=1, description="downloads at a time")] = 32
+    fetches: Annotated[int, Meta(ge=1, description="images by URL at a time, from download to pixels; 32 MB each at most")] = 16
     fetch_seconds: Annotated[float, Meta(gt=0, description="longest download of one image, redirects included")] = 20.0
     allow_private_addresses: Annotated[
         bool, Meta(description="fetch images from private, loopback and link-local addresses too; for trusted clients only")
