@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import accuracy, api, bench_speculation
+from . import accuracy, api, bench_grammar, bench_speculation
 from .agreeing import agreeing_checkpoint
 from .core import EngineCore
 from .loader import load_model
@@ -36,6 +36,10 @@ def main(argv: list[str] | None = None) -> int:
     args = _arguments().parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.grammar:
+        report = bench_grammar.measure(bench_grammar.vocabulary(args.model), args.repeat)
+        print(json.dumps(report, indent=1) if args.json else bench_grammar.table(report))
+        return 0
     with tempfile.TemporaryDirectory() as scratch:
         make = agreeing_checkpoint if args.speculation else make_checkpoint
         path = args.model or make(preset=args.preset, seed=args.seed, out=Path(scratch) / args.preset)
@@ -56,6 +60,7 @@ def _arguments() -> argparse.ArgumentParser:
     source.add_argument("--model", help="a checkpoint directory instead")
     parser.add_argument("--accuracy", action="store_true", help="instead of speed, measure what class `bounded` changes")
     parser.add_argument("--speculation", action="store_true", help="instead, tokens/s with drafts and without (DSpark)")
+    parser.add_argument("--grammar", action="store_true", help="instead, the cost of structured output, without a model")
     parser.add_argument(
         "--profile", type=_shares, default=[], metavar="P,P...",
         help="with --speculation: accept by lot, draft i with this probability if all before it are (default: the model's own)",
