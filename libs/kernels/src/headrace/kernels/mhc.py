@@ -47,11 +47,13 @@ def mhc_pass(
     expand: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     pre: torch.Tensor | None = None,
     fn: torch.Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """One reading of x bf16 [T, 4, D]. expand = (o bf16 [T, D], post, comb): x becomes the expanded streams first.
 
     Returns (streams: x itself without expand, u = collapse with pre or None, parts fp32 [splits, T, 32] for
-    `mhc_coefficients` with fn or None). D is a multiple of 64.
+    `mhc_coefficients` with fn or None). D is a multiple of 64. `batch_invariant`: the projection is cut into as many parts for
+    any T, so that a row's sum has one order.
     """
     tokens, streams, dim = x.shape
     if streams != STREAMS or dim % 64:
@@ -62,7 +64,9 @@ def mhc_pass(
     block = 32
     chunks = dim // block
     rows = cdiv(tokens, 16)
-    splits = max(1, min(chunks, 16, 4 * processor_count() // max(rows, 1)))
+    splits = min(chunks, 16)
+    if not batch_invariant:
+        splits = max(1, min(splits, 4 * processor_count() // max(rows, 1)))
     parts = torch.empty(splits, tokens, 32, dtype=torch.float32, device=x.device) if fn is not None else None
     o, post, comb = expand if expand is not None else (x, x, x)
     if tokens:

@@ -11,6 +11,7 @@ from headrace.kernels.cases import Case, Problem, generator, randn, random_fp8
 from headrace.kernels.gemm_fp8 import gemm_fp8
 from headrace.kernels.gemm_upcast import gemm_upcast
 from headrace.kernels.kv_layouts import PagedKV
+from headrace.kernels.mhc import mhc_coefficients, mhc_pass
 from headrace.kernels.mla_decode import mla_decode
 from headrace.kernels.quantize import quantize_fp8
 from headrace.kernels.sparse_attention import sparse_attention
@@ -23,6 +24,7 @@ def cases() -> Iterator[Case]:
         for name in ("fp8", "mxfp4"):
             yield _case(f"gemm_upcast {name}", size,
                         lambda device, seed, p=parts, n=n, k=k, f=name: _upcast(device, seed, p, n, k, f))  # fmt: skip
+        yield _case("mhc", size, lambda device, seed, p=parts, d=k: _mhc(device, seed, p, d))
         yield _case("sparse_attention", size, lambda device, seed, s=size: _sparse(device, seed, s))
         yield _case("mla_decode", size, lambda device, seed, s=size: _mla(device, seed, s))
 
@@ -59,6 +61,21 @@ def _upcast(device, seed, parts, n, k, name) -> Problem:
         0, 256, (n, k // 2), generator=g, device=device, dtype=torch.uint8)  # fmt: skip
     scale = torch.randint(120, 130, (n // 32 if name == "fp8" else n, k // 32), generator=g, device=device).to(torch.uint8)
     return _problem(lambda rows: gemm_upcast(x[rows].contiguous(), weight, scale, name, batch_invariant=True), parts)
+
+
+def _mhc(device, seed, parts, dim) -> Problem:
+    total = sum(parts)
+    x, o = randn((total, 4, dim), device, seed, torch.bfloat16), randn((total, dim), device, seed + 1, torch.bfloat16)
+    pre, post = (randn((total, 4), device, seed + i).abs() for i in (2, 3))
+    comb, fn = randn((total, 4, 4), device, seed + 4).abs(), randn((24, 4 * dim), device, seed + 5) * dim**-0.5
+    base, scale = randn((24,), device, seed + 6), randn((3,), device, seed + 7)
+
+    def call(rows: slice) -> torch.Tensor:
+        y, u, part = mhc_pass(x[rows], (o[rows], post[rows], comb[rows]), pre[rows], fn, batch_invariant=True)
+        mixed = mhc_coefficients(part, base, scale, dim, 1e-20, 1e-6)
+        return torch.cat([t.flatten(1).float() for t in (y, u, *mixed)], 1)
+
+    return _problem(call, parts)
 
 
 def _sparse(device, seed, size) -> Problem:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -307,9 +308,9 @@ class V41Gpu:
         selection, expand = Selection(), None
         for index, layer in enumerate(self.layers):
             if layer.engram is not None:
-                x, expand = mhc_pass(x, expand)[0] if expand else x, None
+                x, expand = self._mhc(x, expand)[0] if expand else x, None
                 x = self._engram(layer, x, memory[index], inside)
-            x, u, parts = mhc_pass(x, expand, pre, layer.attn_mix.fn)
+            x, u, parts = self._mhc(x, expand, pre, layer.attn_mix.fn)
             next_pre, post, comb = self._coefficients(parts, layer.attn_mix)
             u = rmsnorm(u, layer.attn_norm, c.rms_norm_eps)
             if layer.attn.source is not None:
@@ -325,15 +326,18 @@ class V41Gpu:
             if index == c.cut_layer:
                 selection = Selection()
             o = self._attention(index, layer.attn, u, rows, tables[c.compress_ratios[index] > 0], selection, kv, states)
-            x, u, parts = mhc_pass(x, (o, post, comb), next_pre, layer.ffn_mix.fn)
+            x, u, parts = self._mhc(x, (o, post, comb), next_pre, layer.ffn_mix.fn)
             pre, post, comb = self._coefficients(parts, layer.ffn_mix)
             o = self._experts(layer.ffn, rmsnorm(u, layer.ffn_norm, c.rms_norm_eps), rows, inside)
             expand = o, post, comb
-        _, hidden, _ = mhc_pass(x, expand, pre)
+        _, hidden, _ = self._mhc(x, expand, pre)
         return rmsnorm(hidden, self.norm, c.rms_norm_eps)
 
     def _phases(self, rows: GpuRows) -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
         return {kind: rope_tables(rows.position, frequencies) for kind, frequencies in self.frequencies.items()}
+
+    def _mhc(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        return mhc_pass(*args, batch_invariant=self.batch_invariant)
 
     def _coefficients(self, parts: torch.Tensor, mix: Mix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         c = self.config
