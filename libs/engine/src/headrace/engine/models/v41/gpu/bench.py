@@ -28,7 +28,8 @@ from ..config import ModelConfig
 from ..engram import NgramHash
 from ..schema import BLOCK, TensorSpec
 from . import weights
-from .model import Graph, V41Gpu
+from .graph import Graph
+from .model import V41Gpu
 from .weights import Weight, Weights
 
 RELEASED: dict[str, Any] = {

@@ -29,17 +29,21 @@ from .loader import load
 TEXT = {
     "hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 512,
     "qk_rope_head_dim": 64, "q_lora_rank": 128, "o_lora_rank": 64, "o_groups": 2, "n_routed_experts": 2,
-    "num_experts_per_tok": 2, "sliding_window": 8, "compress_ratios": [0, 2, 1, 1], "kv_source_layer_ids": [1, 2],
+    "num_experts_per_tok": 2, "sliding_window": 8, "compress_ratios": [0, 2, 1, 1, 0, 0], "kv_source_layer_ids": [1, 2],
     "index_source_layer_ids": [1, 2, 3], "index_n_heads": 16, "index_head_dim": 128, "index_topk": 4,
     "candidate_source_layer_id": 2, "candidate_topk_blocks": 1, "candidate_block_size": 8, "engram_layer_ids": [1],
-    "engram_vocab_size": 400, "engram_n_heads": 4, "engram_head_dim": 32,
+    "engram_vocab_size": 400, "engram_n_heads": 4, "engram_head_dim": 32, "num_nextn_predict_layers": 2,
+    "dspark_block_size": 3, "dspark_noise_token_id": 259, "dspark_target_layer_ids": [1, 3], "dspark_markov_rank": 16,
+    "dspark_n_routed_experts": 2, "dspark_num_experts_per_tok": 2,
 }  # fmt: skip
 WORSE = 2.0  # the GPU's median error may be so many times the CPU's in bf16
 
 
-def rows_of(model: Model, ids: Sequence[int], cuts: Sequence[int], floor: int = 0) -> tuple[torch.Tensor, bytes]:
-    """Hidden rows of `ids` from `floor` on, computed in pieces that end at `cuts`, and the packed state. Beside the last piece
-    another sequence begins."""
+def rows_of(
+    model: Model, ids: Sequence[int], cuts: Sequence[int], floor: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, bytes]:
+    """Hidden rows of `ids` from `floor` on, computed in pieces that end at `cuts`; base logits of a draft behind them; the
+    packed state. Beside the last piece another sequence begins."""
     kv, states = KVPool(model.spec, 4, device=str(model.device)), model.new_states(3)
     out, start = [], 0
     for stop in cuts:
@@ -49,7 +53,12 @@ def rows_of(model: Model, ids: Sequence[int], cuts: Sequence[int], floor: int = 
         beside = [Segment(0, 0, ids[:2], [], [0])] if stop == cuts[-1] and len(cuts) > 1 else []
         out.append(model.forward([*beside, own], kv, states).float().cpu())
         start = stop
-    return torch.cat(out), states.pack(1, start)
+
+    def choose(place: int, logits: torch.Tensor) -> torch.Tensor:
+        return torch.full((1,), 7 + place, device=logits.device)
+
+    drafts = model.draft([1], [ids[0]], [start], states, choose)
+    return torch.cat(out), drafts.base[0].float().cpu(), states.pack(1, start)
 
 
 def errors(rows: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -69,17 +78,18 @@ def check(device: str, rows: int, numerics: str) -> dict:
         exact = load_model(path, numerics=numerics)
         half = load_model(path, numerics=numerics, dtype=torch.bfloat16)
         whole, pieces = [rows], [rows - 4, rows - 1, rows]
-        reference, _ = rows_of(exact, ids, whole, floor)
-        in_bf16, state = rows_of(half, ids, whole, floor)
-        out, own = rows_of(gpu, ids, whole, floor)
-        cut, after = rows_of(gpu, ids, pieces, floor)
-    medians = {name: float(errors(x, reference).median()) for name, x in (("bf16", in_bf16), ("gpu", out), ("pieces", cut))}
+        reference, draft_reference, _ = rows_of(exact, ids, whole, floor)
+        runs = {"bf16": rows_of(half, ids, whole, floor), "gpu": rows_of(gpu, ids, whole, floor)}
+        runs["pieces"] = rows_of(gpu, ids, pieces, floor)
+    medians = {name: float(errors(hidden, reference).median()) for name, (hidden, _, _) in runs.items()}
+    drafted = {name: float(errors(base, draft_reference).median()) for name, (_, base, _) in runs.items()}
     report = {
-        "device": device, "numerics": numerics, "rows": rows, "median_error": medians,
-        "worst_error": float(errors(out, reference).max()), "state_bytes": [len(state), len(own), len(after)],
+        "device": device, "numerics": numerics, "rows": rows, "median_error": medians, "draft_error": drafted,
+        "worst_error": float(errors(runs["gpu"][0], reference).max()), "state_bytes": [len(run[2]) for run in runs.values()],
     }  # fmt: skip
-    bound = WORSE * medians["bf16"] + 0.01
-    report["ok"] = max(medians["gpu"], medians["pieces"]) <= bound and len({len(state), len(own), len(after)}) == 1
+    report["ok"] = len(set(report["state_bytes"])) == 1 and all(
+        max(found["gpu"], found["pieces"]) <= WORSE * found["bf16"] + 0.01 for found in (medians, drafted)
+    )
     return report
 
 

@@ -14,6 +14,7 @@ from ..config import ModelConfig
 from ..engram import NgramHash, RowReader
 from ..loader import check_tensors, row_reader, token_map
 from . import weights
+from .draft import Draft
 from .model import V41Gpu, runs
 from .weights import Weights
 
@@ -42,6 +43,7 @@ def load(checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions, grap
         w.linear("head.weight"),
         NgramHash(config, token_map(checkpoint)) if config.engram_layer_ids else None,
         readers,
+        Draft.read(w),
         numerics=options.numerics,
         batch_invariant=options.batch_invariant,
         keep_rows=options.keep_rows,

@@ -8,13 +8,11 @@ functions uncaptured. Knows layers and rows; policy, requests and sampling are o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from headrace.kernels._triton import workspace
 from headrace.kernels.embedding import embedding
 from headrace.kernels.engram import engram_gate
 from headrace.kernels.gemm_upcast import gemm_upcast
@@ -32,13 +30,17 @@ from headrace.kernels.topk import topk
 
 from ....batch import Segment
 from ....cache import CacheSpec, KVPool
+from ..block import mean_of_streams
 from ..cache import DECODER, DRAFT, ENCODER, cache_spec, codecs
 from ..config import ModelConfig
+from ..draft import Choose, Drafts, finish_drafts, noise_block
 from ..engram import NgramHash, RowReader
 from ..images import hashed_ids, image_values
 from ..layers import rope_frequencies
 from ..model import check_batch
 from ..rows import Piece
+from .draft import Draft, block_rows
+from .graph import Graph, Images, Inputs
 from .rows import Copies, GpuRows, HostRows, host_rows
 from .states import GpuStatePool
 from .weights import Attention, Experts, Layer, Mix, Weight
@@ -75,27 +77,6 @@ def runs(config: ModelConfig) -> str:
     return ""
 
 
-@dataclass(slots=True)
-class Images:
-    """Rows inside image spans: bool [padded], their numbers int64 [n] and their embeddings bf16 [n, d]."""
-
-    inside: torch.Tensor
-    rows: torch.Tensor
-    embeddings: torch.Tensor
-
-
-@dataclass(slots=True)
-class Inputs:
-    """What a pass needs from the host, on the device. `decoder`: rows of the second phase and where each lies among the
-    first's, when they differ."""
-
-    ids: torch.Tensor  # int32 [padded]
-    rows: GpuRows
-    memory: dict[int, torch.Tensor]  # Engram layer -> bf16 [padded, hashes * dim]
-    decoder: tuple[GpuRows, torch.Tensor] | None = None
-    images: Images | None = None
-
-
 class Selection:
     """Compressed entries that rows attend to, on their way from the layers that choose to those that reuse."""
 
@@ -120,6 +101,7 @@ class V41Gpu:
         head: Weight,
         ngrams: NgramHash | None,
         readers: dict[int, RowReader],
+        draft: Draft | None = None,
         *,
         numerics: str,
         batch_invariant: bool,
@@ -135,14 +117,18 @@ class V41Gpu:
         self.eos_token_ids, self.max_model_len = c.eos_token_id, c.max_position_embeddings
         self.checkpoint_digest = ""
         self.layers, self.embed, self.norm, self.head = layers, embed, norm, head
-        self.ngrams, self.readers = ngrams, readers
+        self.ngrams, self.readers, self.mtp = ngrams, readers, draft
         self.frequencies = {kind: rope_frequencies(c, kind).to(device) for kind in (False, True)}
         self.captured: dict[tuple, Graph] = {}
 
     @property
     def draft_block(self) -> int:
-        """0: the draft of a checkpoint is not run on a GPU yet."""
-        return 0
+        """Tokens that a draft step proposes; 0: the checkpoint has no draft."""
+        return self.config.dspark_block_size if self.mtp else 0
+
+    def set_confidence_normed(self, normed: bool) -> None:
+        """Which hidden vector the draft's confidence head reads, instead of what config.json says."""
+        self.mtp.heads.confidence_head.normed = normed
 
     def new_states(self, slots: int, scratch: int = 0) -> GpuStatePool:
         """`slots` state slots. `scratch`: entries of chunks longer than a ring that are made room for at once."""
@@ -175,6 +161,37 @@ class V41Gpu:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] -> [R, vocab_size] fp32."""
         return self.head(hidden.to(self.dtype), torch.float32, self.batch_invariant)
+
+    @torch.inference_mode()
+    def draft(
+        self, slots: Sequence[int], anchors: Sequence[int], positions: Sequence[int], states: GpuStatePool, choose: Choose
+    ) -> Drafts:
+        """As `..model.V41Model.draft`."""
+        c = self.config
+        if self.mtp is None:
+            raise ValueError("this checkpoint has no draft (num_nextn_predict_layers 0)")
+        rows = block_rows(c, states, slots, positions, self.device)
+        anchor = torch.tensor(anchors, dtype=torch.int64, device=self.device)
+        phases = rope_tables(rows.position, self.frequencies[False])
+        x, pre = self._enter(embedding(self.embed, noise_block(c, anchor).int()))
+        expand = None
+        for i, stage in enumerate(self.mtp.stages):
+            x, u, parts = self._mhc(x, expand, pre, stage.attn_mix.fn)
+            next_pre, post, comb = self._coefficients(parts, stage.attn_mix)
+            q, _, kv = self._query(stage.attn, rmsnorm(u, stage.attn_norm, c.rms_norm_eps), phases)
+            window = states.window_kv(c.num_hidden_layers + i)
+            kv_store(kv, window, rows.own, stage.attn.kv_norm, c.rms_norm_eps, phases)
+            o, _ = sparse_attention(
+                q, window, rows.index, c.head_dim**-0.5, None, None, stage.attn.sink, phases, self.batch_invariant
+            )
+            x, u, parts = self._mhc(x, (self._project(stage.attn, o), post, comb), next_pre, stage.ffn_mix.fn)
+            pre, post, comb = self._coefficients(parts, stage.ffn_mix)
+            expand = self._experts(stage.ffn, rmsnorm(u, stage.ffn_norm, c.rms_norm_eps)), post, comb
+        _, raw, _ = self._mhc(x, expand, pre)
+        normed = rmsnorm(raw, self.mtp.norm, c.rms_norm_eps)
+        base = self.logits(normed).unflatten(0, (len(slots), -1))
+        raw, normed = (part.unflatten(0, (len(slots), -1)) for part in (raw, normed))
+        return finish_drafts(self.mtp.heads, raw, normed, base, anchor, choose, 1)
 
     # -------------------------------------------------------------- the host's part
 
@@ -288,8 +305,12 @@ class V41Gpu:
         tables[: host.tables.shape[0]] = host.tables
         key = (*host.matrix.shape, *tables.shape, kv.data.data_ptr(), states.windows.data_ptr())
         if key not in self.captured:
-            self.captured[key] = Graph(self, host, ids, tables, memory, kv, states)
-        return self.captured[key](host.matrix, ids, tables, memory)
+
+            def run(ids: torch.Tensor, matrix: torch.Tensor, tables: torch.Tensor, memory: dict) -> torch.Tensor:
+                return self.run(Inputs(ids, self._rows(host, matrix, tables, states), memory), kv, states)
+
+            self.captured[key] = Graph(run, ids, host.matrix, tables, memory, self.device)
+        return self.captured[key](ids, host.matrix, tables, memory)
 
     # -------------------------------------------------------------- the device's part
 
@@ -302,10 +323,8 @@ class V41Gpu:
         if inputs.images is not None:
             h.index_copy_(0, inputs.images.rows, inputs.images.embeddings)
             inside = inputs.images.inside
-        x = h.unsqueeze(1).repeat(1, c.hc_mult, 1)
-        pre = torch.zeros(x.shape[0], c.hc_mult, device=self.device)
-        pre[:, 0] = 1.0
-        selection, expand = Selection(), None
+        x, pre = self._enter(h)
+        selection, expand, taps = Selection(), None, {}
         for index, layer in enumerate(self.layers):
             if layer.engram is not None:
                 x, expand = self._mhc(x, expand)[0] if expand else x, None
@@ -323,15 +342,27 @@ class V41Gpu:
                 tables = self._phases(rows)
                 memory = {after: values.index_select(0, take) for after, values in memory.items() if after > index}
                 inside = None if inside is None else inside.index_select(0, take)
+                taps = {before: tap.index_select(0, take) for before, tap in taps.items()}
+            if self.mtp is not None and index in c.dspark_target_layer_ids:
+                taps[index] = mean_of_streams(x)
             if index == c.cut_layer:
                 selection = Selection()
             o = self._attention(index, layer.attn, u, rows, tables[c.compress_ratios[index] > 0], selection, kv, states)
             x, u, parts = self._mhc(x, (o, post, comb), next_pre, layer.ffn_mix.fn)
             pre, post, comb = self._coefficients(parts, layer.ffn_mix)
-            o = self._experts(layer.ffn, rmsnorm(u, layer.ffn_norm, c.rms_norm_eps), rows, inside)
+            o = self._experts(layer.ffn, rmsnorm(u, layer.ffn_norm, c.rms_norm_eps), rows.live, inside)
             expand = o, post, comb
+        if self.mtp is not None:
+            ordered = [taps[layer] for layer in c.dspark_target_layer_ids]
+            self.mtp.feed(c, ordered, rows, tables[False], states, self.batch_invariant)
         _, hidden, _ = self._mhc(x, expand, pre)
         return rmsnorm(hidden, self.norm, c.rms_norm_eps)
+
+    def _enter(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings bf16 [T, d] -> streams [T, hc, d] and the coefficients that take the first."""
+        pre = torch.zeros(h.shape[0], self.config.hc_mult, device=self.device)
+        pre[:, 0] = 1.0
+        return h.unsqueeze(1).repeat(1, self.config.hc_mult, 1), pre
 
     def _phases(self, rows: GpuRows) -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
         return {kind: rope_tables(rows.position, frequencies) for kind, frequencies in self.frequencies.items()}
@@ -364,26 +395,34 @@ class V41Gpu:
         states: GpuStatePool,
     ) -> torch.Tensor:
         """u bf16 [padded, d] -> [padded, d]."""
-        c, invariant = self.config, self.batch_invariant
-        first = attn.first(u, invariant=invariant)
-        qr = rmsnorm(first[:, : c.q_lora_rank], attn.q_norm, c.rms_norm_eps)
-        q = attn.wq(qr, invariant=invariant).view(-1, c.num_attention_heads, c.head_dim)
-        rope(q, *phases)
+        c = self.config
+        q, qr, own = self._query(attn, u, phases)
         window = states.window_kv(index)
         if rows.copies is not None:
             _copy(states.windows[index], rows.copies.history_from, rows.copies.history_to)
-        kv_store(first[:, c.q_lora_rank :], window, rows.window_store, attn.kv_norm, c.rms_norm_eps, phases)
+        kv_store(own, window, rows.window_store, attn.kv_norm, c.rms_norm_eps, phases)
         if attn.selector is not None:
             selection.numbers[index] = self._select(index, attn, u, qr, rows, phases, selection, kv)
         extra, entries = None, None
         if c.compress_ratios[index]:
             extra, entries = self._chosen(index, rows, selection, kv)
         out, _ = sparse_attention(
-            q, window, rows.window_index, c.head_dim**-0.5, extra, entries, attn.sink, phases, invariant
+            q, window, rows.window_index, c.head_dim**-0.5, extra, entries, attn.sink, phases, self.batch_invariant
         )
         if rows.copies is not None:
             _copy(states.windows[index], rows.copies.keep_from, rows.copies.keep_to)
         return self._project(attn, out)
+
+    def _query(
+        self, attn: Attention, u: torch.Tensor, phases: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """u bf16 [T, d] -> queries [T, H, D], rotated; their latent [T, q_lora_rank]; window KV [T, D] before norm and RoPE."""
+        c = self.config
+        first = attn.first(u, invariant=self.batch_invariant)
+        latent, own = first.split([c.q_lora_rank, c.head_dim], dim=1)
+        qr = rmsnorm(latent, attn.q_norm, c.rms_norm_eps)
+        q = attn.wq(qr, invariant=self.batch_invariant).view(-1, c.num_attention_heads, c.head_dim)
+        return rope(q, *phases), qr, own
 
     def _project(self, attn: Attention, out: torch.Tensor) -> torch.Tensor:
         """[padded, H, D] -> [padded, d]: per group of heads, then all groups."""
@@ -468,13 +507,15 @@ class V41Gpu:
 
     # -------------------------------------------------------------- experts
 
-    def _experts(self, ffn: Experts, x: torch.Tensor, rows: GpuRows, inside: torch.Tensor | None) -> torch.Tensor:
-        """[padded, d] -> [padded, d]; padding rows reach no routed expert."""
+    def _experts(
+        self, ffn: Experts, x: torch.Tensor, live: torch.Tensor | None = None, inside: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, d] -> [T, d]; rows that are not `live` reach no routed expert; rows `inside` an image have their own bias."""
         c, invariant = self.config, self.batch_invariant
         logits = ffn.gate(x, torch.float32, invariant)
         bias = ffn.bias if inside is None else torch.where(inside.unsqueeze(1), ffn.bias_vl, ffn.bias)
         experts, weights = route(logits, bias, ffn.top_k, scale=c.routed_scaling_factor)
-        experts = experts.masked_fill(~rows.live.unsqueeze(1), -1)
+        experts = experts if live is None else experts.masked_fill(~live.unsqueeze(1), -1)
         row_of_choice, group_of_row, _ = plan_rows(experts, ffn.count)
         capacity = group_of_row.shape[0]
         spread = torch.zeros(capacity + 1, device=self.device)
@@ -485,62 +526,6 @@ class V41Gpu:
         routed = _grouped(ffn.w_out, hidden, group_of_row=group_of_row, invariant=invariant)
         shared = ffn.shared_out(swiglu(ffn.shared_in(x, invariant=invariant), c.swiglu_limit), invariant=invariant)
         return combine(routed, row_of_choice, None, shared)
-
-
-class Graph:
-    """A captured pass of one shape: static inputs, and the output's place."""
-
-    WARM_UPS = 2  # Triton compiles and chooses in the first; the capture itself must not
-
-    def __init__(
-        self,
-        model: V41Gpu,
-        host: HostRows,
-        ids: np.ndarray,
-        tables: np.ndarray,
-        memory: dict[int, torch.Tensor],
-        kv: KVPool,
-        states: GpuStatePool,
-    ) -> None:
-        self.device = model.device
-        self.matrix, self.ids, self.tables = (model._upload(part).clone() for part in (host.matrix, ids, tables))
-        self.memory = {layer: values.to(model.device) for layer, values in memory.items()}
-
-        def run() -> torch.Tensor:
-            rows = model._rows(host, self.matrix, self.tables, states)
-            return model.run(Inputs(self.ids, rows, self.memory), kv, states)
-
-        if self.device.type != "cuda":  # the interpreter has nothing to capture
-            self.graph, self.run = None, run
-            return
-        # A pass writes only what its own rows own, with the same values each time: it may run more than once. All but the
-        # pending ring, which a pass reads before it writes another cell.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(self.WARM_UPS):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.out = run()
-        self._scratch = workspace(self.device, 1, 1)  # the kernels' own, which a larger launch would replace and free
-
-    def __call__(
-        self, matrix: np.ndarray, ids: np.ndarray, tables: np.ndarray, memory: dict[int, torch.Tensor]
-    ) -> torch.Tensor:
-        for place, values in ((self.matrix, matrix), (self.ids, ids), (self.tables, tables)):
-            place.copy_(torch.from_numpy(values), non_blocking=True)
-        for layer, values in memory.items():
-            self.memory[layer].copy_(values, non_blocking=True)
-        return self.replay()
-
-    def replay(self) -> torch.Tensor:
-        """The pass on the inputs that are in place."""
-        if self.graph is None:
-            return self.run()
-        self.graph.replay()
-        return self.out
 
 
 def _grouped(

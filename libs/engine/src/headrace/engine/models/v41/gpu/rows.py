@@ -126,6 +126,12 @@ class GpuRows:
         return self._cells(self.position.unsqueeze(1)).squeeze(1).masked_fill(~self.live, -1)
 
     @cached_property
+    def ring_store(self) -> torch.Tensor:
+        """Ring cell of each row, int64 [padded]; -1 for rows that a later one of the pass would overwrite, and for padding."""
+        cell = self.matrix[SLOT].long() * self.ring + self.position.remainder(self.ring)
+        return cell.masked_fill(~self.live | (self.matrix[FROM_END] > self.ring), -1)
+
+    @cached_property
     def window_index(self) -> torch.Tensor:
         """Entries of each row's window, int32 [padded, window]; -1 where nothing may be seen."""
         seen = self.position.unsqueeze(1) + torch.arange(1 - self.window, 1, device=self.position.device)
