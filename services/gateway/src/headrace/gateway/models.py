@@ -36,6 +36,28 @@ def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
     return Tokenizer(v41_tokenizer_json(definition) if settings.template == "v41" else definition)
 
 
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def recommended_sampling(settings: GatewaySettings) -> dict[str, float]:
+    """What the checkpoint's generation_config.json recommends where a request says nothing; {} without one. The official
+    dialect has its own values, the same for every model."""
+    if not settings.model or settings.dialect != "open":
+        return {}
+    path = Path(settings.model) / "generation_config.json"
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except OSError:
+        return {}
+    except ValueError as error:
+        raise StartError(f"{path} is not JSON: {error}") from error
+    found = {name: values[name] for name in RECOMMENDED if values.get(name) is not None} if isinstance(values, dict) else {}
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+            raise StartError(f"{path}: {name} is {value!r}; a number from 0 on is needed, or no such key")
+    return found
+
+
 class Models:
     """Names -> groups of workers. `options` is what recipe's parsers want; it changes when workers come and go."""
 
@@ -43,6 +65,7 @@ class Models:
         self._settings, self._router = settings, router
         self.tokenizer = tokenizer
         self.encoding = Encoding(settings.template, tokenizer)
+        self.recommended = recommended_sampling(settings)
         # DeepSeek's own service has no replay, so the official dialect has none.
         keeps = settings.replay_bytes and settings.dialect == "open"
         self.replay = ReplayCache(settings.replay_bytes) if keeps else None
