@@ -17,6 +17,7 @@ from mutations import MUTATIONS
 from runner import Result, cores, hunts, kind, real_seconds, search, simulate
 from schedule import draw, shrunk
 from simulated import TABLE, installed
+from table import cannot
 
 BASES = 20_000  # between the first seeds of two hunts
 
@@ -100,18 +101,21 @@ def report(result: Result, seconds: float) -> None:
 
 
 def reached(result: Result) -> None:
-    """Which rows of the tables of docs/handoff.md happened, and how often the rarest; those that never did are listed."""
-    print("\nrows of docs/handoff.md:")
+    """Which rows of the tables of docs/handoff.md happened, and how often the rarest; those that did not are listed."""
+    print("\nrows of docs/handoff.md that happened:")
     for machine in dict.fromkeys(row[0] for row in TABLE.rows):
-        mine = {row: result.rows[row] for row in TABLE.rows if row[0] == machine}
-        seen = {row: times for row, times in mine.items() if times}
-        rare = ", ".join(
-            f"{phase}: {event} ({times})" for (_, phase, event), times in sorted(seen.items(), key=lambda i: i[1])[:3]
-        )
-        print(f"  {machine}: {len(seen)} of {len(mine)} happened" + (f"; rarest {rare}" if seen else ""))
-        never = [f"{phase}: {event}" for (_, phase, event), times in mine.items() if not times]
+        mine = [row for row in TABLE.rows if row[0] == machine and not cannot(row)]
+        excused = sum(row[0] == machine and bool(cannot(row)) for row in TABLE.rows)
+        seen = sorted((row for row in mine if result.rows[row]), key=lambda row: result.rows[row])
+        rare = ", ".join(f"{phase}: {event} ({result.rows[machine, phase, event]})" for _, phase, event in seen[:3])
+        print(f"  {machine}: {len(seen)} of {len(mine)}" + (f", and {excused} that can't" if excused else "")
+              + (f"; rarest {rare}" if seen else ""))  # fmt: skip
+        never = [f"{phase}: {event}" for _, phase, event in mine if not result.rows[machine, phase, event]]
         if never:
             print(f"    never: {'; '.join(never)}")
+    odd = [": ".join(row) for row in result.rows if cannot(row)]
+    if odd:
+        print(f"  and these, which can't: {'; '.join(odd)}")
 
 
 def tell(seed: int, args: argparse.Namespace) -> None:

@@ -46,6 +46,14 @@ class Request:
     deadline: float = 30.0
     stream: bool = True
 
+    def words(self, number: int) -> str:
+        name = f"request {number}" if number >= 0 else "a request"
+        out = f"{name}: {self.tokens} tokens of group {self.group}, at most {self.max_tokens} of output"
+        out += f", {self.n} choices" if self.n > 1 else ""
+        out += f", a text stop after {self.stop_at}" if self.stop_at else ""
+        out += f"; its client leaves {self.cancel_after:.3f} s later" if self.cancel_after else ""
+        return f"{out}; deadline {self.deadline:g} s, {'streamed' if self.stream else 'in one piece'}"
+
 
 @dataclass(frozen=True)
 class Message:
@@ -56,6 +64,15 @@ class Message:
     nth: int
     action: str
     seconds: float = 0.0
+
+    def words(self) -> str:
+        done = {
+            "drop": "is lost",
+            "double": "comes twice",
+            "delay": f"comes {self.seconds:g} s late",
+            "flip": "has a wrong byte",
+        }
+        return f"{self.name} number {self.nth} {done[self.action]}"
 
     def arm(self, world: Any, began: float) -> None:
         nth = world.network.counts[self.name] + self.nth
@@ -71,6 +88,9 @@ class When:
     whom: str
     what: str
     seconds: float
+
+    def words(self) -> str:
+        return f"at {self.name} number {self.nth} its {self.whom}: {self.what}, for {self.seconds:g} s"
 
     def arm(self, world: Any, began: float) -> None:
         def now(sender: Any, receiver: Any) -> None:
@@ -91,6 +111,9 @@ class Hurt:
     at: float
     seconds: float
 
+    def words(self) -> str:
+        return f"{self.role} {self.index}: {self.what}, for {self.seconds:g} s"
+
     def arm(self, world: Any, began: float) -> None:
         world.at(began + self.at, lambda: _hurt(world, world.places[self.role, self.index], self.what, self.seconds))
         world.trouble_until = max(world.trouble_until, began + self.at)
@@ -104,6 +127,9 @@ class Span:
     at: float
     seconds: float
     amount: float = 0.0
+
+    def words(self) -> str:
+        return f"{self.what}{f' ({self.amount:g})' if self.amount else ''} for {self.seconds:g} s"
 
     def arm(self, world: Any, began: float) -> None:
         def turn(on: bool) -> None:
@@ -176,9 +202,16 @@ class Plan:
     probes: tuple[Request, ...] = ()  # asked after everything was healed: they must succeed
 
     def describe(self) -> str:
-        lines = [f"seed {self.seed}", f"  {self.config}"]
-        lines += [f"  request {number}: {request}" for number, request in enumerate(self.requests)]
-        lines += [f"  fault: {fault}" for fault in self.faults]
+        """What happens, in words, in the order of time; what waits for a message comes last."""
+        c = self.config
+        what = ", ".join(f"{count} {role}" for role, count in c.counts.items() if count)
+        sizes = ", ".join(f"{name} {getattr(c, name)}" for name in Config.__dataclass_fields__ if name != "counts")
+        steps = [(request.at, request.words(number)) for number, request in enumerate(self.requests)]
+        steps += [(getattr(fault, "at", float("inf")), fault.words()) for fault in self.faults]
+        steps += [(float("inf"), f"at the end: {request.words(-1)}; it must succeed") for request in self.probes]
+        lines = [f"seed {self.seed}: {what}", f"  {sizes}"]
+        for at, words in sorted(steps, key=lambda step: step[0]):
+            lines.append(f"  {'' if at == float('inf') else f'{at:.3f} s: '}{words}")
         return "\n".join(lines)
 
 
@@ -266,19 +299,56 @@ def _fault(rng: random.Random, counts: dict[str, int]) -> Any:
     return Span(what, at, min(seconds, 4.0), amount)
 
 
-def shrunk(plan: Plan, fails: Callable[[Plan], bool], tries: int = 200) -> Plan:
-    """Leave faults, then requests, out one by one as long as it still fails in the same way (`fails` says so)."""
-    for part in ("faults", "requests"):
-        index = 0
-        while index < len(getattr(plan, part)) and tries:
-            kept = getattr(plan, part)
-            less = replace(plan, **{part: kept[:index] + kept[index + 1 :]})
-            tries -= 1
-            if fails(less):
-                plan = less
-            else:
-                index += 1
+SIMPLE = {"overtake": 0.0, "checksums": False, "slab_slots": 0, "max_num_seqs": 8, "decode_blocks": 24, "prefill_blocks": 24,
+          "store_objects": 400, "latency": 0.0005}  # fmt: skip
+SIMPLE_REQUEST = {"n": 1, "stop_at": 0, "cancel_after": 0.0, "stream": False, "deadline": 30.0, "max_tokens": 8}
+
+
+def shrunk(plan: Plan, fails: Callable[[Plan], bool], tries: int = 300) -> Plan:
+    """Leave faults, requests and processes out, one by one, and take the plainest sizes, as long as it still fails in the same
+    way (`fails` says so)."""
+    before = None
+    while plan != before and tries > 0:  # what became plainer may make more needless
+        before = plan
+        for part in ("faults", "requests"):
+            index = 0
+            while index < len(getattr(plan, part)) and tries > 0:
+                kept = getattr(plan, part)
+                less = replace(plan, **{part: kept[:index] + kept[index + 1 :]})
+                tries -= 1
+                if fails(less):
+                    plan = less
+                else:
+                    index += 1
+        for change in _plainer(plan):
+            candidate = change(plan)
+            if candidate != plan and tries > 0:
+                tries -= 1
+                plan = candidate if fails(candidate) else plan
     return plan
+
+
+def _plainer(plan: Plan) -> list[Callable[[Plan], Plan]]:
+    """Changes, each of which makes a plan plainer."""
+
+    def sizes(name: str, value: Any) -> Callable[[Plan], Plan]:
+        return lambda p: replace(p, config=replace(p.config, **{name: value}))
+
+    def count(role: str, least: int) -> Callable[[Plan], Plan]:
+        used = max((fault.index + 1 for fault in plan.faults if isinstance(fault, Hurt) and fault.role == role), default=least)
+        return lambda p: replace(p, config=replace(p.config, counts=p.config.counts | {role: max(least, used)}))
+
+    def request(number: int, name: str, value: Any) -> Callable[[Plan], Plan]:
+        def change(p: Plan) -> Plan:
+            changed = replace(p.requests[number], **{name: value})
+            return replace(p, requests=(*p.requests[:number], changed, *p.requests[number + 1 :]))
+
+        return change
+
+    out: list[Callable[[Plan], Plan]] = [lambda p: replace(p, probes=())]
+    out += [count("kvstore", 0), count("gateway", 1), count("prefill", 1), count("decode", 1)]
+    out += [sizes(name, value) for name, value in SIMPLE.items()]
+    return out + [request(n, name, value) for n in range(len(plan.requests)) for name, value in SIMPLE_REQUEST.items()]
 
 
 def mix(plans: Counter[str], plan: Plan) -> None:

@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from runner import simulate
-from schedule import PROBES, Config, Hurt, Message, Plan, Request, Span, When
+from schedule import PROBES, Config, Hurt, Message, Plan, Request, Span, When, shrunk
 from simulated import installed
 
 
@@ -59,3 +59,21 @@ def test_they_are_told_when_they_are_not_mended():
     with installed(), without("index"):
         world = simulate(plan)
     assert "got token 0 of choice 0 after" in world.violations[0]
+
+
+def test_what_fails_is_made_small_and_told_in_words():
+    """Ten faults and requests around the one that matters."""
+    from mutations import without
+    from runner import kind
+
+    noise = (Message("Bind", 2, "double"), Span("slow", 0.5, 0.2, 0.05), Message("KvFound", 1, "drop"))
+    requests = tuple(Request(0.05 * number, 200, number % 2, n=2) for number in range(4))
+    counts = {"gateway": 1, "prefill": 2, "decode": 1, "kvstore": 1}
+    plan = Plan(1, config(counts=counts, checksums=True), requests, (*noise, Message("Out", 3, "double"), *noise))
+    with installed(), without("index"):
+        wrong = kind(simulate(plan))
+        small = shrunk(plan, lambda less: kind(simulate(less)) == wrong)
+        assert wrong and kind(simulate(small)) == wrong
+    assert len(small.requests) <= 2 and small.faults == (Message("Out", 3, "double"),)
+    assert small.config.counts["kvstore"] == 0 and not small.config.checksums
+    assert "Out number 3 comes twice" in small.describe() and "200 tokens of group" in small.describe()
