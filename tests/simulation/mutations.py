@@ -61,7 +61,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
                  "elif False:"),
     ),
     "all-or-nothing": (
-        Mutation("a bind that finds no slot keeps its blocks", DecodeService, "bind",
+        Mutation("a bind that finds no slot keeps its blocks", DecodeService, "_take_memory",
                  "self.engine.abandon(reservation)\n            self.engine.pool.release(reservation.blocks)\n", "pass\n"),
     ),
     "writer-done": (
@@ -76,9 +76,8 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "all-placed": (
         Mutation("the flag is sent before everything is placed", PrefillService, "_write_rest",
-                 'await peer.write("slab",', 'asyncio.ensure_future(peer.write("slab",'),
-        Mutation("", PrefillService, "_write_rest", "ticket.generation, until)\n        await peer.commit",
-                 "ticket.generation, until))\n        await peer.commit"),
+                 'await peer.write("slab", [(ticket.slab_offset, data)], ticket.generation, until)',
+                 'asyncio.ensure_future(peer.write("slab", [(ticket.slab_offset, data)], ticket.generation, until))'),
     ),
     "checksums": (
         Mutation("the hand-off's checksums are not compared", owner, "_committed", "if good:", "if True:"),

@@ -42,3 +42,16 @@ def test_a_missing_guard_is_found(name):
 def test_what_does_not_exist_is_named():
     done = simulation("--mutate", "nonsense")
     assert done.returncode == 2 and "nonsense" in done.stderr and "quarantine" in done.stderr
+
+
+def test_every_guard_can_be_taken_away():
+    """Each mutation still fits the code that it edits; what it does is `--mutate all`'s business."""
+    sys.path.insert(0, str(HERE))
+    from mutations import MUTATIONS, without
+    from simulated import installed
+
+    with installed():
+        for name in MUTATIONS:
+            with without(name):
+                pass
+    assert len(MUTATIONS) >= 25
