@@ -35,6 +35,13 @@ def test_echo_with_logprobs_is_refused():
         ask("completions", echo=True, logprobs=0)
 
 
+def test_what_responses_alone_do_not_serve():
+    for name, value in {"prompt": {"id": "p"}, "conversation": "c", "max_tool_calls": 3}.items():
+        with pytest.raises(RecipeError, match=f"`{name}` is not served"):
+            ask("responses", **{name: value})
+        ask("responses", **{name: None})
+
+
 def test_labels_pass():
     ask(user="u", metadata={"a": "b"}, store=True, service_tier="auto", safety_identifier="s", prompt_cache_key="k")
 

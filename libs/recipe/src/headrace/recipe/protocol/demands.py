@@ -52,7 +52,9 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
+RESPONSES_NOT_SERVED = {"conversation": (), "max_tool_calls": (), "prompt": ()}  # of Responses alone
 INSTEAD = {
+    "conversation": "use previous_response_id", "prompt": "send the prompt's text in input",
     "ebnf": "use structured_outputs.grammar", "regex": "use structured_outputs.regex",
     "json_schema": "use response_format or structured_outputs.json", "functions": "use tools",
     "function_call": "use tool_choice",
@@ -73,9 +75,9 @@ class Wanted(msgspec.Struct):
     place: str
 
 
-def check_served(body: dict[str, Any], n: int) -> None:
-    """Raise for fields that ask for something that is not served."""
-    for name, neutral in NOT_SERVED.items():
+def check_served(body: dict[str, Any], n: int, more: dict[str, tuple[Any, ...]] | None = None) -> None:
+    """Raise for fields that ask for something that is not served. `more`: fields of one protocol."""
+    for name, neutral in (NOT_SERVED | (more or {})).items():
         value = body.get(name)
         if value is not None and value not in neutral:
             instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""

@@ -365,7 +365,7 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
     value = common.parse_body(body)
     if options.dialect == "official":
         return _convert(_read(value), options, None)
-    demands.check_served(value, 1)
+    demands.check_served(value, 1, demands.RESPONSES_NOT_SERVED)
     parsed = _convert(_read_open(value), options, read_open_fields(value))
     demands.apply(parsed, demands.structured(value))
     parsed.sampling.logit_bias = demands.logit_bias(value)
