@@ -338,17 +338,18 @@ class World:
             natural = answer_length(asked.number, choice)
             want = min(natural, plan.max_tokens)
             reason = "length" if natural >= plan.max_tokens else "stop"
+            counted = min(natural + 1, plan.max_tokens)  # EOS counts
             if plan.stop_at and len(have) >= plan.stop_at:
-                reason = "stop"
+                reason, counted = "stop", plan.stop_at
             elif len(have) != want:
                 self.violate(f"request {asked.number}, choice {choice}: {len(have)} tokens of {want}, then it ended well")
             if asked.finish[choice] != reason:
                 self.violate(f"request {asked.number}, choice {choice} finished by {asked.finish[choice]!r}, not {reason!r}")
-            total += len(have)
+            total += counted
         if usage.prompt_tokens != len(asked.ids) or not 0 <= usage.cached_tokens <= len(asked.ids):
             self.violate(f"request {asked.number}: {usage} for a prompt of {len(asked.ids)} tokens")
-        if not plan.stop_at and not total <= usage.completion_tokens <= total + plan.n:
-            self.violate(f"request {asked.number}: {usage.completion_tokens} completion tokens; {total} came")
+        if usage.completion_tokens != total:
+            self.violate(f"request {asked.number}: {usage.completion_tokens} completion tokens; {total} count")
 
     # ------------------------------------------------------------ what must hold
 

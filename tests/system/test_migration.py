@@ -58,21 +58,23 @@ async def all_begun(answers: list[Answer]) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("how", ["kill", "drain"])
+@pytest.mark.parametrize("how", ["kill", "drain", "kill both"])
 async def test_streams_go_on_where_another_worker_is(how):
     """Twelve streams on two workers; one of them is killed, or drained with less time than they need."""
     rng = random.Random(5)
     async with Cluster() as cluster:
         await cluster.start("kvstore")
-        await cluster.start("prefill", *SIM)
-        decodes = [await cluster.start("decode", *SIM, *SLOW, "--drain-seconds", "1") for _ in range(2)]
+        both = ("--both",) if how.endswith("both") else ()  # one process computes prompts and goes on
+        if not both:
+            await cluster.start("prefill", *SIM)
+        decodes = [await cluster.start("decode", *SIM, *SLOW, "--drain-seconds", "1", *both) for _ in range(2)]
         gateway, url = await start_gateway(cluster)
         todo = bodies(rng, 400, 150, 12)
         want = await gather(url, todo, "undisturbed")
 
         async def disturb(answers: list[Answer]) -> None:
             await all_begun(answers)
-            if how == "kill":
+            if how != "drain":
                 await asyncio.to_thread(decodes[0].kill, False)
             else:
                 assert await asyncio.to_thread(decodes[0].terminate, 60.0) == 0
