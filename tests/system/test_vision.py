@@ -305,6 +305,35 @@ def _model_of(system: System) -> str:
     return args[args.index("--model") + 1]
 
 
+async def test_a_stream_with_an_image_goes_on_when_its_decode_worker_dies(system):
+    """The attempt that goes on has the image's span and, where its rows must be computed again, its embeddings."""
+    parts = ("Tell me all of it" * 10, picture(95), "slowly")
+    want, _ = await system.ask(*parts, max_tokens=300)
+    first = system.processes["decode"]
+    second = await system.cluster.start("decode", "--model", _model_of(system), *ENGINE)
+    running = asyncio.ensure_future(system.post("/v1/chat/completions", chat(*parts, max_tokens=300)))
+
+    async def busy() -> Process | None:
+        for process in (first, second):
+            if (await system.cluster.audit(process))["live"]:
+                return process
+        return None
+
+    victim = await system.cluster.until(busy, lambda process: process is not None or running.done(), 20.0)
+    interrupted = victim is not None and not running.done()
+    if victim is not None:
+        victim.kill(notice=False)
+    status, body = await running
+    assert status == 200, body
+    assert body["choices"][0]["message"]["content"] == want
+    counted = await system.cluster.metrics(system.processes["gateway"])
+    if interrupted:
+        assert counted["headrace_gateway_migrations_total"] + counted["headrace_gateway_retries_total"] > 0
+    system.processes["decode"] = second if victim is first else first
+    if victim is not first:
+        second.popen.poll() is None and second.terminate()
+
+
 async def test_one_process_for_prompts_and_output_says_the_same(system):
     """`--both`: a second system on the same bus would mix with the first, so this one is alone."""
     parts = ("One process" * 20, picture(91), "and", picture(92, (300, 60)))

@@ -96,10 +96,10 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         worker = ("--model", model, "--threads", "1", "--num-blocks", "512", "--max-num-seqs", "16")
         async with Cluster() as cluster, aiohttp.ClientSession() as session:
             started = await asyncio.gather(
-                cluster.start("decode", *worker),
-                cluster.start("prefill", *worker, "--kvstore-wait", "0.05"),
-                cluster.start("vision", "--model", model, "--threads", "1", "--nice", str(args.nice)),
-                cluster.start("gateway", "--model", model, "--port", "0"),
+                cluster.start("decode", *worker, timeout=300),
+                cluster.start("prefill", *worker, "--kvstore-wait", "0.05", timeout=300),
+                cluster.start("vision", "--model", model, "--threads", "1", "--nice", str(args.nice), timeout=300),
+                cluster.start("gateway", "--model", model, "--port", "0", timeout=300),
             )
             vision, url = cluster.find(started[2]).http, cluster.find(started[3]).http
             while (await session.get(f"{url}/ready")).status != 200:  # noqa: ASYNC110
