@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,6 +30,8 @@ SCORED_ROWS = 64  # logits of a prompt that are in memory at a time
 class Runner:
     """Owns the model's memory. `execute` is the one method that runs in the model's thread."""
 
+    clock = staticmethod(time.perf_counter)  # of the times in `Result.seconds`, by which speculation decides what pays
+
     def __init__(self, model: Model, num_blocks: int, slots: int, kv_buffer=None, acceptance: str = "exact") -> None:
         self.model, self.acceptance = model, acceptance
         self._drafted_from: dict[int, torch.Tensor] = {}  # slot -> logits fp32 [block, V] of its newest drafts (`standard`)
@@ -38,7 +41,7 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> Result:
-        result, clock = Result(), _Laps()
+        result, clock = Result(), _Laps(self.clock)
         for sequence in plan.preempt:
             result.images[sequence] = self._save(sequence)
         self._restore(plan, result)
@@ -219,11 +222,11 @@ class Runner:
 class _Laps:
     """Adds the seconds since the last lap to a name."""
 
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._last = clock, clock()
 
     def lap(self, result: Result, name: str) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         result.seconds[name] = result.seconds.get(name, 0.0) + now - self._last
         self._last = now
 

@@ -1,6 +1,6 @@
 """Step times of this machine, measured before the first request: what a row more costs.
 
-Runs the model on empty sequences in free memory, for a growing number of rows. Knows rows and seconds; does not know what is
+Runs the model on made-up sequences in free memory, for a growing number of rows. Knows rows and seconds; does not know what is
 made of them (`speculation.StepCurve`).
 """
 
@@ -13,6 +13,7 @@ import torch
 
 from .batch import Segment
 from .runner import Runner
+from .scheduler import LOOK_BACK
 
 REPEATS = 3  # timed runs of a size, after one that is not; the fastest counts: others have a share of somebody else's work
 LIMIT = 10.0  # seconds for all of it: sizes that do not fit in are left to the last line of the curve
@@ -23,10 +24,11 @@ def measure(runner: Runner, slots: int, most_rows: int, block: int) -> tuple[dic
     """(rows -> seconds of a forward pass and its logits, sequences -> seconds of a draft step)."""
     end = time.monotonic() + LIMIT
     rows = _sizes(min(slots * (block + 1), most_rows))
-    forward = _curve(rows, lambda size: _forward(runner, slots, size), time.monotonic() + LIMIT / 2)
+    half = time.monotonic() + LIMIT / 2
+    forward = _curve(rows, lambda size: _forward(runner, slots, size), half, runner.clock)
     sequences = [size for size in _sizes(slots) if size <= max(forward)]
     _forward(runner, slots, max(sequences))  # one row each
-    draft = _curve(sequences, lambda size: _draft(runner, size), end)
+    draft = _curve(sequences, lambda size: _draft(runner, size), end, runner.clock)
     for slot in range(slots):
         runner.states.reset(slot)
     return forward, draft
@@ -41,15 +43,15 @@ def _sizes(most: int) -> list[int]:
     return sorted(sizes)
 
 
-def _curve(sizes: list[int], work: Callable[[int], None], end: float) -> dict[int, float]:
+def _curve(sizes: list[int], work: Callable[[int], None], end: float, clock: Callable[[], float]) -> dict[int, float]:
     out: dict[int, float] = {}
     for size in sizes:
         work(size)
         times = []
         for _ in range(REPEATS):
-            began = time.perf_counter()
+            began = clock()
             work(size)
-            times.append(time.perf_counter() - began)
+            times.append(clock() - began)
         out[size] = min(times)
         if time.monotonic() > end:
             break
@@ -57,18 +59,25 @@ def _curve(sizes: list[int], work: Callable[[int], None], end: float) -> dict[in
 
 
 def _forward(runner: Runner, slots: int, rows: int) -> None:
-    """`rows` rows of up to `slots` sequences from position 0 on, all of them in block 0 of the pool, which is free."""
-    used = min(slots, rows)
+    """`rows` rows of up to `slots` sequences near the end of a block, so that there is context to read: all of them in block 0
+    of the pool, which is free."""
+    used, start = min(slots, rows), _start(runner, -(-rows // slots))
     for slot in range(used):
         runner.states.reset(slot)
     segments = []
     for slot in range(used):
         count = rows // used + (slot < rows % used)
-        segments.append(Segment(slot, 0, [3] * count, (), (0,), outputs=range(count)))
+        before = (3,) * min(LOOK_BACK, start)
+        outputs = range(start, start + count)
+        segments.append(Segment(slot, start, [3] * count, before, (0,), window_floor=start, outputs=outputs))
     runner.model.logits(runner.model.forward(segments, runner.kv, runner.states))
 
 
 def _draft(runner: Runner, sequences: int) -> None:
     """Behind the one row that each sequence has."""
-    anchors = positions = [1] * sequences
-    runner.model.draft(range(sequences), anchors, positions, runner.states, lambda _, logits: logits.argmax(-1))
+    positions = [_start(runner, 1) + 1] * sequences
+    runner.model.draft(range(sequences), [3] * sequences, positions, runner.states, lambda _, logits: logits.argmax(-1))
+
+
+def _start(runner: Runner, rows: int) -> int:
+    return max(0, runner.model.spec.block_tokens - rows)
