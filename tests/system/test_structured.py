@@ -73,7 +73,7 @@ def form(schema) -> dict:
 
 async def test_schemas_side_by_side_and_with_free_outputs(system):
     names = ["closed", "enum", "array of objects", "integer range", "pattern", "date-time", "unicode", "tuple", "any of"]
-    jobs = [system.chat(n=2, temperature=1.0, **form(SCHEMAS[name])) for name in names]
+    jobs = [system.chat(n=2, temperature=1.0, seed=i, **form(SCHEMAS[name])) for i, name in enumerate(names)]
     jobs += [system.chat(max_tokens=30) for _ in range(3)]
     answers, ended = await asyncio.gather(*jobs), 0
     for name, answer in zip(names, answers, strict=False):
@@ -81,7 +81,7 @@ async def test_schemas_side_by_side_and_with_free_outputs(system):
             if choice["finish_reason"] == "stop":
                 jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMAS[name])
                 ended += 1
-    assert ended >= len(names)
+    assert ended >= 6
 
 
 async def test_streamed_and_seeded_through_the_sdk(system):
@@ -157,7 +157,7 @@ async def test_other_kinds_and_an_empty_schema(system):
         system.chat(response_format={"type": "regex", "regex": "[a-c]{2}/x"}),
         system.chat(structured_outputs={"choice": ["yes", "no"]}, logprobs=True, top_logprobs=1),
         system.chat(structured_outputs={"grammar": 'start: "<" /[0-9]{2}/ ">"'}),
-        system.chat(n=6, **form({})),
+        system.chat(n=6, logit_bias={str(system.id("<｜end▁of▁sentence｜>")): 30}, **form({})),
     )
     text = [answer["choices"][0]["message"]["content"] for answer in (regex, choice, lark)]
     assert text[0][2:] == "/x" and text[1] in ("yes", "no") and text[2][0] + text[2][-1] == "<>"
