@@ -546,6 +546,8 @@ class PrefillService(WorkerService):
         if job.released:
             return
         job.released = True
+        if job.task is not None and job.record is None and job.task is not asyncio.current_task():
+            job.task.cancel()  # it waits for chunks that will never come, or for memory
         if job.done is not None:
             self.engine.release(job.key)
         else:

@@ -54,6 +54,7 @@ class Disturbed:
     rng: random.Random
     left: int
     refused: int = 0
+    missed: int = 0  # faults that could not be done
     ends: Counter = field(default_factory=Counter)
     faults: Counter = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -85,7 +86,7 @@ class Disturbed:
                 self.faults[await self._fault()] += 1
                 await self.target.ready(AS_BEFORE)
             except (CommandError, BusError) as error:  # the process that was to be armed had just died, say
-                self.faults["could not be done"] += 1
+                self.missed += 1
                 if "not ready" in str(error) and str(error).startswith("after"):
                     self.problems.append(str(error))
 
@@ -136,8 +137,8 @@ async def run(console: Console, engine: str, model: Path | None, requests: int, 
     return {
         "ok": not work.wrong and not work.problems, "engine": engine, "model": str(own.system.model or engine), "seed": seed,
         "requests": requests, "different": len(asks), "seconds": round(seconds, 1), "ends": dict(work.ends.most_common()),
-        "retries": retries, "refused": work.refused, "faults": dict(work.faults.most_common()), "wrong": work.wrong,
-        "problems": work.problems,
+        "retries": retries, "refused": work.refused, "missed": work.missed,
+        "faults": dict(work.faults.most_common()), "wrong": work.wrong, "problems": work.problems,
     }  # fmt: skip
 
 
