@@ -332,6 +332,18 @@ async def test_a_question_for_lost_output_that_is_lost_too_is_repeated(cluster, 
     await quiet(cluster)
 
 
+async def test_what_was_lost_before_a_workers_first_message_is_asked_for(cluster):
+    """All that one request gets is in the very first message, which is lost; the next one, about another request, tells."""
+    decode = cluster.decodes[0]
+    decode.lose = {1}
+    lost = asyncio.create_task(cluster.stream(chat(max_tokens=1)))
+    while not decode.sent:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert text_of(await cluster.stream(chat())) == TEXT
+    assert text_of(await asyncio.wait_for(lost, SOON)) in TEXT
+    await quiet(cluster)
+
+
 async def test_a_lost_last_message_is_noticed_by_presence(cluster):
     decode = cluster.decodes[0]
     decode.lose = {len(cluster.script)}
