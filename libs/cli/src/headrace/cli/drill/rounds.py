@@ -57,6 +57,7 @@ class Round:
     over: float = 0.0
     noticed_at: float = 0.0  # set by faults that know better than the trace
     noticed_by: str = ""
+    gateway_died: bool = False  # then connections may break; else each request has an answer or an error object
     unanswered: bool = False  # the victim may go before it has answered its first command: then it is only asked elsewhere
 
     def send(self, asks: list[Ask]) -> None:
@@ -92,6 +93,7 @@ class Round:
             await asyncio.sleep(POLL)
         self.over = time.monotonic()
         self.at = before or self.over
+        self.gateway_died = self.gateway_died or (name == "gateway" and number == signal.SIGKILL)
         return pid
 
     async def resume(self, name: str, seconds: float = STOPPED) -> None:
@@ -186,6 +188,8 @@ async def _judge(this: Round, client: Client, result: Result) -> None:
         want = answers.by_ask[seen.ask]
         if seen.wrong(want):
             result.problems.append(f"wrong tokens in {seen.request}: {seen.ids} instead of {want}")
+        if seen.end == "broken" and not this.gateway_died:
+            result.problems.append(f"the connection of {seen.request or 'a request'} broke, and no gateway died: {seen.message}")
         if seen.end == "hung":
             result.problems.append(f"{seen.request or 'a request'} never ended")
     usual = sorted(x.seconds for x in await asyncio.gather(*(client.ask(seen.ask) for seen in this.seens)))
