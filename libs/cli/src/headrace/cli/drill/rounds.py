@@ -57,6 +57,7 @@ class Round:
     over: float = 0.0
     noticed_at: float = 0.0  # set by faults that know better than the trace
     noticed_by: str = ""
+    victim: str = ""
     gateway_died: bool = False  # then connections may break; else each request has an answer or an error object
     unanswered: bool = False  # the victim may go before it has answered its first command: then it is only asked elsewhere
 
@@ -75,6 +76,16 @@ class Round:
 
         await self.target.until(streaming, MOMENT, "no stream is under way")
 
+    def serving(self, role: str) -> str:
+        """A process of this role that serves a stream which is under way; "" when the trace knows none."""
+        names = self.target.instance_names()
+        for seen in self.seens:
+            if seen.ids and not seen.ended:
+                served = (names.get(instance, "") for instance in self.watch.served_by(seen.request))
+                if found := next((name for name in served if name.startswith(role)), ""):
+                    return found
+        return ""
+
     async def hit(self, name: str, number: int, pid: int = 0) -> int:
         """Kill or stop a process now; -> its pid. With `pid`: it does that itself, so only wait until it has."""
         before = 0.0 if pid else time.monotonic()
@@ -92,7 +103,7 @@ class Round:
                 self.send([Ask(seen.ask.ids, seen.ask.max_tokens, seen.ask.seed + len(self.seens)) for seen in self.seens[:2]])
             await asyncio.sleep(POLL)
         self.over = time.monotonic()
-        self.at = before or self.over
+        self.at, self.victim = before or self.over, name
         self.gateway_died = self.gateway_died or (name == "gateway" and number == signal.SIGKILL)
         return pid
 
@@ -136,14 +147,14 @@ async def one_round(target: Target, watch: Watch, fault: Fault, mix: Mix, number
         try:
             await fault(this, asks)
             await asyncio.gather(*this.tasks)
-            await asyncio.sleep(SETTLE)
-            _notice(this, result)
             await target.ready(RECOVER)
             if target.owned:
                 for name in target.names():
                     await target.arm(name, "")
             await target.whole(WHOLE)
             result.recovered = time.monotonic() - max(this.over, max((s.ended for s in this.seens), default=0.0))
+            await asyncio.sleep(SETTLE)
+            _notice(this, result)  # only now: clients of a gateway that died end before anybody else can notice
             await _judge(this, client, result)
         except (CommandError, BusError, OSError) as error:
             result.problems.append(str(error))
@@ -189,7 +200,8 @@ async def _judge(this: Round, client: Client, result: Result) -> None:
         if seen.wrong(want):
             result.problems.append(f"wrong tokens in {seen.request}: {seen.ids} instead of {want}")
         if seen.end == "broken" and not this.gateway_died:
-            result.problems.append(f"the connection of {seen.request or 'a request'} broke, and no gateway died: {seen.message}")
+            who = seen.request or "a request"
+            result.problems.append(f"the connection of {who} broke, and no gateway died: {seen.message}")
         if seen.end == "hung":
             result.problems.append(f"{seen.request or 'a request'} never ended")
     usual = sorted(x.seconds for x in await asyncio.gather(*(client.ask(seen.ask) for seen in this.seens)))

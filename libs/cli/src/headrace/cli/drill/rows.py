@@ -94,11 +94,11 @@ def _signal(role: str, verb: str) -> Row:
         before = await _store_failures(this) if role == "kvstore" else 0.0
         this.send(asks)
         await this.tokens(5)
-        await this.hit(victim, number)
+        await this.hit(this.serving(role) or victim, number)
         if role == "kvstore":
             await _without_store(this, before)
         if verb == "stop":
-            await this.resume(victim)
+            await this.resume(this.victim)
 
     what = {"kill": f"SIGKILL to a {role}", "stop": f"a {role} stopped for {STOPPED:g} s"}[verb]
     return Row(f"{role}-{verb}", f"{what} in mid-stream", fault, armed=False, mix=LONG)

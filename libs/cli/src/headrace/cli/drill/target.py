@@ -219,7 +219,7 @@ class Own(Target):
         return self.system.nats.settings
 
     def pids(self) -> dict[str, int]:
-        return {child.name: child.pid for child in self.supervisor.children if child.pid}
+        return {child.name: child.pid for child in self.supervisor.children if child.pid and _runs(child.pid)}
 
     @property
     def expected(self) -> list[str]:
