@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ SOURCES = {
 }
 
 
-def write(run: Run, out: Path) -> None:
+def write(run: Run, out: Path, notes: Sequence[str] = ()) -> None:
     """README.md, ATTRIBUTION.md and losses.svg in the checkpoint folder."""
     history = run.history()
     shares = sources(run)
     (out / "losses.svg").write_text(plot(history))
     (out / "ATTRIBUTION.md").write_text(attribution(shares))
-    (out / "README.md").write_text(text(run, out, history, shares))
+    (out / "README.md").write_text(text(run, out, history, shares, notes))
 
 
 def sources(run: Run) -> dict[str, float]:
@@ -59,8 +60,10 @@ def _stage_lines(history: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def text(run: Run, out: Path, history: list[dict[str, Any]], shares: dict[str, float]) -> str:
-    """The card."""
+def text(
+    run: Run, out: Path, history: list[dict[str, Any]], shares: dict[str, float], notes: Sequence[str] = ()
+) -> str:
+    """The card; notes are limits that only a person knows."""
     c = run.config
     measured, evaluation = (_read(out / name) for name in ("measured.json", "evaluation.json"))
     size = sum(f.stat().st_size for f in out.glob("model*.safetensors"))
@@ -95,7 +98,8 @@ def text(run: Run, out: Path, history: list[dict[str, Any]], shares: dict[str, f
     longest = max((json.loads(f.read_text())["contexts"][-1] for f in run.folder.glob("data-*.json")), default=0)
     lines += ["## Limits", "", f"- Trained on contexts of up to {longest:,} tokens; longer ones are untried.",
               "- Facts beyond the tables in `models/training/generators/facts.py` are made up.",
-              "- Refusals were trained with a few sentences only; they protect from nothing.", ""]  # fmt: skip
+              "- Refusals were trained with a few sentences only; they protect from nothing.",
+              *(f"- {note}" for note in notes), ""]  # fmt: skip
     return "\n".join(lines)
 
 

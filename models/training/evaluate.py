@@ -261,11 +261,15 @@ def scrape(urls: Iterable[str]) -> dict[str, float]:
     """Sums of all engine numbers of the workers."""
     found: dict[str, float] = {}
     for url in urls:
-        with urllib.request.urlopen(url, timeout=30) as reply:
-            for line in reply.read().decode().splitlines():
-                if match := re.match(r"headrace_engine_(draft\S*) (\S+)$", line):
-                    name = re.sub(r'[{}"]|/', " ", match.group(1)).strip()
-                    found[name] = found.get(name, 0.0) + float(match.group(2))
+        try:
+            with urllib.request.urlopen(url, timeout=30) as reply:
+                lines = reply.read().decode().splitlines()
+        except OSError as error:
+            raise ValueError(f"no metrics at {url} ({error}); each worker's log says its HTTP address") from None
+        for line in lines:
+            if match := re.match(r"headrace_engine_(draft\S*) (\S+)$", line):
+                name = re.sub(r'[{}"]|/', " ", match.group(1)).strip()
+                found[name] = found.get(name, 0.0) + float(match.group(2))
     return found
 
 

@@ -48,13 +48,14 @@ def export(run: Run, out: Path) -> dict[str, int]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("out", type=Path, help="checkpoint folder to write, for example models/headrace-tiny")
+    parser.add_argument("--note", nargs="*", default=[], metavar="TEXT", help="sentences for the card's list of limits")
 
 
 def main(args: argparse.Namespace) -> None:
     """Write a run's newest weights in the released layout (FP8, FP4), with model card, attributions and plot of losses."""
     run = Run(args.run)
     sizes = export(run, args.out)
-    card.write(run, args.out)
+    card.write(run, args.out, args.note)
     for name, size in sizes.items():
         print(f"{size / 1e6:8.3f} MB  {name}")
     print(f"{sum(sizes.values()) / 1e6:8.3f} MB  in all")
