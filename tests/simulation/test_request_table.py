@@ -15,12 +15,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from schedule import Plan, Request
 from simulated import installed
-from table import request_rows
+from table import DOC, request_rows
 from test_found import config
 from world import World
 
 from headrace.bus import messages as m
 from headrace.kv.grants import writer
+from headrace.kvstore.service import KvStoreService
 
 ASKED = 3  # number of the request: its answer has 23 tokens
 PROMPT = Request(0.0, 300, 0, max_tokens=32, deadline=30.0, stream=False)
@@ -316,3 +317,21 @@ def test_every_phase_has_rows():
     assert {row[1] for row in ROWS if row[0] == "decode"} == {"unknown", "credit", "bound", "running", "over", "tombstone"}
     assert {row[1] for row in ROWS if row[0] == "prefill"} == {"unknown", "working", "ticket", "over"}
     assert len(ROWS) > 60
+
+
+def test_every_command_is_in_the_table_of_messages():
+    """Section 2 has a row for whatever these services listen to, with its key and what faults do to it."""
+    section = DOC.read_text().split("## 2.")[1].split("\n## ")[0]
+    named = {line.split("|")[1].split("`")[1] for line in section.splitlines() if line.startswith("| `")}
+    with installed():
+        stage = Stage("decode", "unknown")
+        verbs = {verb for process in stage.world.processes for verb in process.service.verbs()}
+        stage.world.over = True
+        for process in stage.world.processes:
+            process.loop.discard()
+    verbs |= set(KvStoreService.verbs(KvStoreService.__new__(KvStoreService)))
+    assert verbs - {"audit"} <= named, "audit changes nothing and may be asked by anybody"
+    assert {"out", "ping"} <= named
+    for line in section.splitlines():
+        if line.startswith("|") and "---" not in line:
+            assert len([cell for cell in line.strip("|").split("|") if cell.strip()]) == 6, line
