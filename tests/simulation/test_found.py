@@ -37,6 +37,11 @@ FOUND = {
         7154, config(), (Request(0.05, 183, 0, max_tokens=1), Request(0.4, 61, 0), Request(0.4, 61, 1)),
         (Message("Out", 1, "drop"),),
     ),
+    "a lease that ends while its prompt is computed ends the job": Plan(
+        100411, config(chunk=1024, prefill_seconds=0.001, ticket_seconds=0.5),
+        (Request(0.157, 360, 1, stream=False), Request(0.198, 276, 1, deadline=2.0, stream=False)),
+        (Span("bus down", 0.264, 2.774),),
+    ),
     "a deadline that passes while no worker is there ends the request": Plan(
         49, config(transports=["tcp"], queue_seconds=1.0, max_num_seqs=2), (Request(0.75, 170, 1, n=2, deadline=2.0),),
         (Hurt("cut mute", "prefill", 0, 0.199, 2.843),),

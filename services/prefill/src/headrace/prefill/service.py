@@ -419,6 +419,8 @@ class PrefillService(WorkerService):
                     job.task.cancel()
             case effects.ReleaseSource():
                 self._release_source(job)
+                if job.task is not None and job.task is not asyncio.current_task():
+                    job.task.cancel()  # it may wait for a chunk, which nobody computes any more
         if job.ticket is not None and job.ticket.ticket not in self.tickets.live:
             self._forget(job)
 
