@@ -129,9 +129,10 @@ def memory(core: EngineCore) -> dict[int, tuple]:
     for s in core.ledger.running:
         if s.prefilling or s.hidden:
             continue
-        at, spec, entries = s.computed, core.runner.model.spec, []
-        for group in spec.groups:
-            whole = core.runner.kv.entries(group)[s.block_table].flatten(0, 1)
+        at, model, entries = s.computed, core.runner.model, []
+        paged, table = model._paged(core.runner.kv), torch.tensor([s.block_table])
+        for group in model.spec.groups:  # by value: where a record's bytes lie in a block is the family's own
+            whole = paged[group.name].read_blocks(table)[0]
             entries.append(whole[: at // group.tokens_per_entry].numpy().tobytes())
         out[at] = (core.runner.states.pack(s.slot, at), entries, s.ids[: at + 1])
     return out
