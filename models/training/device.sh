@@ -34,12 +34,12 @@ fast="--tokens 131072 --probe --compile --bf16"
 [ "$cuda" = 1 ] || fast="--tokens 4096"
 case $stage in
 pretrain) # about 9.5 minutes: data 1, probe and compiling 1.5, training 6.5
-    do_ pack $data/pretrain --tokenizer models/training/tokenizer.json --mix pretrain --tokens "$(tokens 150e6)" --context 1024 4096
+    do_ pack $data/pretrain --tokenizer models/training/tokenizer.json --mix pretrain --tokens "$(tokens 150e6)" --context 2048
     do_ train "$run" --stage pretrain --data $data/pretrain --config "$CONFIG" --tokenizer models/training/tokenizer.json \
         --minutes "$(minutes 6.5)" --rate 4e-3 --save-seconds 120 --report-seconds 2 $fast
     ;;
 anneal) # about 9.5 minutes: data 0.5, probe and compiling 2, training 6.5
-    do_ pack $data/anneal --tokenizer models/training/tokenizer.json --mix anneal --tokens "$(tokens 80e6)" --context 1024 4096
+    do_ pack $data/anneal --tokenizer models/training/tokenizer.json --mix anneal --tokens "$(tokens 80e6)" --context 2048
     do_ train "$run" --stage anneal --data $data/anneal --minutes "$(minutes 6.5)" --rate 4e-3 --save-seconds 120 \
         --report-seconds 2 $fast
     ;;
@@ -47,7 +47,7 @@ draft) # about 9 minutes: the target says its own 1.5 (in the meantime data), tr
     do_ export "$run" run/target
     do_ own run/target $data/own --mix anneal --seconds "$(minutes 90)" &
     own=$!
-    do_ pack $data/draft --tokenizer models/training/tokenizer.json --mix anneal --tokens "$(tokens 20e6)" --context 1024 4096 \
+    do_ pack $data/draft --tokenizer models/training/tokenizer.json --mix anneal --tokens "$(tokens 20e6)" --context 2048 \
         --seed draft --workers 4
     wait $own
     do_ train "$run" --stage draft --data $data/own $data/draft --minutes "$(minutes 5.5)" --rate 3e-3 --save-seconds 120 \

@@ -20,7 +20,7 @@ from .shards import Packer, write_part
 
 BATCH = 64  # prompts of one round
 MOST = 160  # tokens of an answer
-CONTEXT = 1024  # prompts and answers together; longer ones are left out
+CONTEXT = 2048  # of a row, as other data has it: one shape, one compiled graph
 
 
 def make_part(folder: Path, checkpoint: Path, kinds: dict[str, float], part: int, seconds: float) -> int:

@@ -92,6 +92,7 @@ def _step(trainer: Any, tokens: int) -> tuple[float, float]:
         torch.from_numpy(values[name][rows].astype(kind)).to(trainer.device)
         for name, kind in (("ids", "int64"), ("weights", "float32"), ("documents", "int64"))
     )
+    trainer.configure()
     images = trainer._images([]) if trainer.run.config.vision is not None else None
     if images is not None:  # the spans stay, shown as the tokens that they are
         ids = ids.masked_fill(ids == trainer.run.config.image_token_id, 3)

@@ -137,8 +137,7 @@ class Trainer:
         batch = self.shards.batch(self.step)
         ids, weights, documents = (torch.from_numpy(x).to(self.device) for x in (batch.ids, batch.weights, batch.documents))
         rows = max(1, self.options.micro_tokens // ids.shape[1]) if self.options.micro_tokens else ids.shape[0]
-        dense = self.progress < self.plan.dense
-        self.model.config = dense_config(self.run.config) if dense else self.run.config
+        self.configure()
         pieces, values = -(-ids.shape[0] // rows), {}
         with self.rounded(self.plan.rounded or (self.draft and self.progress > 0.5)):
             for at in range(0, ids.shape[0], rows):
@@ -153,6 +152,10 @@ class Trainer:
         self.step += 1
         self.tokens += int((batch.weights > 0).sum())
         return values
+
+    def configure(self) -> None:
+        """Dense or selected attention, as progress has it. Compiled passes are compiled again when it changes."""
+        self.model.config = dense_config(self.run.config) if self.progress < self.plan.dense else self.run.config
 
     def _images(self, rows: list[np.ndarray]) -> torch.Tensor | None:
         """The pictures of some rows in order, none is possible; None when the model does not see."""

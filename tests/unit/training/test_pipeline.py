@@ -260,8 +260,8 @@ def test_the_target_says_what_its_draft_learns_from(trained, made, tmp_path, mon
     assert own.make_part(tmp_path / "own", tmp_path / "micro", kinds, 0, 0.0) > 0
     (tmp_path / "own" / "index.json").write_text(json.dumps({"contexts": [own.CONTEXT], "shares": kinds}))
     shards = Shards([made / "data", tmp_path / "own"], 512, 0)
-    assert set(shards.rows) == {128, 512, 1024}
-    assert (shards.rows[1024]["weights"] == 100).sum() > 12
+    assert set(shards.rows) == {128, 512, own.CONTEXT}
+    assert (shards.rows[own.CONTEXT]["weights"] == 100).sum() > 12
 
 
 def test_what_fits_into_a_device():
