@@ -47,8 +47,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2, "sliding_window": 128, "compress_ratios": [0, 0, 2, 2, 1, 1, 1, 1, 0, 0, 0],
         "kv_source_layer_ids": [2, 4], "index_source_layer_ids": [2, 4, 6], "index_n_heads": 16, "index_head_dim": 64,
         "index_topk": 256, "candidate_source_layer_id": 4, "candidate_topk_blocks": 64, "candidate_block_size": 8,
-        "engram_layer_ids": [1, 3], "engram_vocab_size": 2000, "engram_n_heads": 4, "engram_head_dim": 64, **_DRAFT,
-        "dspark_target_layer_ids": [5, 6, 7], "dspark_markov_rank": 64, "dspark_n_routed_experts": 4,
+        "engram_layer_ids": [1, 3], "engram_vocab_size": 3000, "engram_n_heads": 4, "engram_head_dim": 32,
+        "hc_sinkhorn_iters": 10, **_DRAFT,
+        "dspark_target_layer_ids": [5, 6, 7], "dspark_markov_rank": 32, "dspark_n_routed_experts": 4,
     },
 }  # fmt: skip
 

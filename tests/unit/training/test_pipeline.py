@@ -3,16 +3,22 @@ and the pieces that stages are made of."""
 
 import argparse
 import json
+import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as Tokenizers
 
+from headrace.engine.config import parse_config
 from headrace.engine.loader import load_model
+from headrace.engine.models.v41.schema import checkpoint_schema
 from headrace.engine.models.v41.training import TrainingModel
 from headrace.recipe import Tokenizer
 from models.training import card, carry, losses, own, probe
 from models.training.__main__ import main
+from models.training.configs import root_config
 from models.training.evaluate import wilson
 from models.training.export import export
 from models.training.measure import measure, temperatures
@@ -24,6 +30,7 @@ from models.training.shards import Shards
 from models.training.tokenizer import texts, train
 from models.training.train import Trainer
 
+ROOT = Path(__file__).resolve().parents[3]
 SHARES = {"small_talk": 2, "compare": 2, "table": 2, "short_needle": 2, "picture": 2}
 
 
@@ -262,6 +269,16 @@ def test_the_target_says_what_its_draft_learns_from(trained, made, tmp_path, mon
     shards = Shards([made / "data", tmp_path / "own"], 512, 0)
     assert set(shards.rows) == {128, 512, own.CONTEXT}
     assert (shards.rows[own.CONTEXT]["weights"] == 100).sum() > 12
+
+
+@pytest.mark.parametrize(("name", "most"), [("nano", 12e6), ("tiny", 29.5e6)])
+def test_weights_stay_within_their_size(name, most):
+    """Of the checkpoint as it is stored, with the tokenizer that it is meant for."""
+    size = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
+    tokenizer = Tokenizers.from_file(str(ROOT / "models/training/tokenizer.json"))
+    config = parse_config(root_config(name, tokenizer))
+    stored = [part for n, spec in checkpoint_schema(config).items() for part in spec.stored(n, True)]
+    assert sum(size[dtypes[0]] * math.prod(shape) for _, dtypes, shape in stored) < most
 
 
 def test_what_fits_into_a_device():
