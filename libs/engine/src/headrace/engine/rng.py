@@ -17,6 +17,7 @@ _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
+BELOW_ONE = 1.0 - 2.0**-53
 
 
 class Purpose(IntEnum):
@@ -65,7 +66,8 @@ def uniform(stream: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     value = value.bitwise_xor_(_shift(value, 30)).mul_(_signed(_MIX1))
     value = value.bitwise_xor_(_shift(value, 27)).mul_(_signed(_MIX2))
     value = value.bitwise_xor_(_shift(value, 31))
-    return _shift(value, 11).double().add_(0.5).mul_(2.0**-53)
+    # The highest of 2^53 values plus a half rounds to 2^53: 1 has no Gumbel noise, so it is the next lower double.
+    return _shift(value, 11).double().add_(0.5).mul_(2.0**-53).clamp_max_(BELOW_ONE)
 
 
 def gumbel(stream: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

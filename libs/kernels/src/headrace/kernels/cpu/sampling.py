@@ -78,7 +78,7 @@ def random_bits(key, index):
 @compiled
 def gumbel(key, index):
     """fp64, as `rng.gumbel`."""
-    uniform = (np.float64(random_bits(key, index) >> np.uint64(11)) + 0.5) * 2.0**-53
+    uniform = min((np.float64(random_bits(key, index) >> np.uint64(11)) + 0.5) * 2.0**-53, 1.0 - 2.0**-53)
     return -math.log(-math.log(uniform))
 
 
