@@ -301,6 +301,7 @@ def installed() -> Iterator[None]:
             setattr(where, name, value)
         yield
     finally:
+        asyncio._set_running_loop(None)  # of the last world: whatever runs next in this process has a loop of its own
         for where, name, value in saved:
             setattr(where, name, value)
         structlog.configure(**old_log)

@@ -1,5 +1,6 @@
 """A bounded share of the simulation, as anybody runs it: `python tests/simulation` (more of it: `benchmarks/simulation.md`)."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -55,3 +56,15 @@ def test_every_guard_can_be_taken_away():
             with without(name):
                 pass
     assert len(MUTATIONS) >= 25
+
+
+def test_a_world_leaves_no_loop_running_behind():
+    """Else every event loop of this process that comes after it cannot start."""
+    sys.path.insert(0, str(HERE))
+    from schedule import draw
+    from simulated import installed
+    from world import World
+
+    with installed():
+        World(draw(1)).run()
+    assert asyncio._get_running_loop() is None

@@ -118,7 +118,9 @@ async def test_program_that_does_not_exist_is_an_error_at_once(tmp_path):
 async def test_a_program_that_cannot_be_started_again_is_tried_until_it_can(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "BACKOFF_FIRST", 0.02)
     program = tmp_path / "program"
-    program.write_text(f"#!{sys.executable}\n{SLEEPER}")
+    script = tmp_path / "sleeper.py"
+    script.write_text(SLEEPER)
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}"\n')  # a path in a #! line may hold no space
     program.chmod(0o700)
     deaths: list[str] = []
     started: list[Child] = []

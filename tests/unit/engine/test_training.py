@@ -86,14 +86,14 @@ def test_rounding_happens_where_the_store_rounds(path, length):
 
 def test_with_fake_quantisation_logits_are_those_of_the_quantised_store(path):
     """A sum in another order may round one value to its neighbour, and then every row that sees it moves: the served
-    model differs from itself in that way when a prompt is cut otherwise. Most sequences of 100 rows escape it."""
+    model differs from itself in that way when a prompt is cut otherwise. Most rows escape it, and no row moves far."""
     served = load_model(path, numerics="exact")
     model, ids = TrainingModel.of(served), tokens(1, 6, 100)
     with torch.no_grad():
         got, plain = model(ids).logits, TrainingModel.of(served, quantize_cache=False)(ids).logits
     want = torch.stack([serve(served, row) for row in ids])
     errors = row_errors(got, want)
-    assert (errors.amax(-1) < 1e-5).sum() >= 4, errors.amax(-1)
+    assert (errors < 1e-5).float().mean() > 0.75 and errors.max() < 1e-3, errors.amax(-1)
     assert row_errors(plain, want).median() > 1e-3  # not because rounding does nothing
 
 

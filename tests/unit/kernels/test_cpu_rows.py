@@ -54,3 +54,12 @@ def test_best_takes_the_lower_place_among_equals():
     values, chosen = np.array([1, 3, 2, 3, -np.inf, 3], np.float32), np.empty(4, np.int64)
     rows.best(values, 4, chosen)
     assert chosen.tolist() == [1, 3, 5, 2]
+
+
+@pytest.mark.parametrize("heads", [(), (3,)])
+def test_no_rows_are_no_error(heads):
+    from headrace.engine.models.v41.layers import rotate
+
+    with torch.inference_mode():
+        x = torch.zeros(0, *heads, 32)
+        assert rotate(x, torch.zeros(0, 8, dtype=torch.complex64)).shape == (0, *heads, 32)

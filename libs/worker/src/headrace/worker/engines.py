@@ -70,7 +70,7 @@ def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine
     import torch
 
     from headrace.engine import EngineConfig, EngineCore
-    from headrace.engine.grammar import Grammars
+    from headrace.engine.grammar import GrammarError, Grammars
     from headrace.engine.loader import load_model
 
     torch.set_num_threads(settings.compute_threads)
@@ -103,6 +103,10 @@ def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine
     grammars = None
     if role == "decode":  # where tokens are chosen
         grammars = Grammars(os.path.join(settings.model, "tokenizer.json"), model.vocab_size, model.eos_token_ids)
+        try:  # now: it holds the interpreter's lock for long enough that a serving worker would be taken for dead
+            grammars.load()
+        except GrammarError as error:
+            log.warning("structured output will be refused", why=str(error))
     kv_buffer = register("kv", model.spec.block_bytes * settings.num_blocks)
     engine = EngineCore(model, config, kv_buffer=kv_buffer, grammars=grammars)
     started = time.monotonic()

@@ -10,15 +10,11 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import structlog
-
 from headrace.bus import messages as m
 from headrace.engine import api
 
 THREADS = 2  # llguidance compiles without the interpreter's lock
 WAITING = 32  # grammars that may be in line or being compiled
-
-log = structlog.get_logger()
 
 
 class Compiling:
@@ -29,15 +25,6 @@ class Compiling:
         self._grammars, self._seconds = grammars, seconds
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
         self._running: dict[tuple[str, str], _Job] = {}
-        if grammars is not None:
-            self._pool.submit(self._load)
-
-    def _load(self) -> None:
-        """Half a second that the first grammar need not wait for."""
-        try:
-            self._grammars.load()
-        except ValueError as error:
-            log.warning("structured output will be refused", why=str(error))
 
     def refuses(self, grammar: api.Grammar) -> m.Refused | None:
         """What can be said at once against any grammar here."""

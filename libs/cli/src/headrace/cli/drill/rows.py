@@ -312,7 +312,13 @@ def table(result: dict[str, Any]) -> str:
     lines += [f"\n{row['name']}: {problem}" for row in result["rows"] for problem in row["problems"]]
     done = [row for row in result["rows"] if not row["skipped"]]
     good = sum(row["ok"] for row in done)
-    lines.append(f"\n{good} of {len(done)} faults recovered in {result['rounds']} rounds each, engine {result['engine']}")
+    lines.append(f"\n{good} of {len(done)} faults recovered in {_rounds(result['rounds'])}, {_where(result)}")
     return "\n".join(lines)
 
 
+def _rounds(count: int) -> str:
+    return "one round each" if count == 1 else f"{count} rounds each"
+
+
+def _where(result: dict[str, Any]) -> str:
+    return f"engine {result['engine']}" if result["own"] else "in the running system"

@@ -144,7 +144,7 @@ def rotate(x: torch.Tensor, phases: torch.Tensor) -> torch.Tensor:
     if loops is not None and phases.dim() == 2:
         back = phases.is_conj()
         turns = torch.view_as_real(phases.conj() if back else phases).numpy()
-        loops.rotate(x.view(x.shape[0], -1, x.shape[-1]).numpy(), turns, np.float32(-1 if back else 1))
+        loops.rotate((x if x.dim() == 3 else x.unsqueeze(1)).numpy(), turns, np.float32(-1 if back else 1))
         return x
     phases = phases.unsqueeze(1) if x.dim() == 3 else phases
     tail = x[..., x.shape[-1] - rope_dim :]
