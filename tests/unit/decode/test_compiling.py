@@ -14,10 +14,7 @@ class Slow:
 
     def __init__(self) -> None:
         self.go, self.begun, self.done = threading.Event(), [], set()
-        self.loaded, self.full = threading.Event(), threading.Event()
-
-    def load(self) -> None:
-        self.loaded.set()
+        self.full = threading.Event()
 
     def knows(self, grammar) -> bool:
         return grammar.text in self.done
@@ -52,7 +49,6 @@ async def test_those_who_want_the_same_wait_for_the_same(slow):
     slow.go.set()
     assert await asyncio.gather(*waiting) == [None] * 5
     assert slow.begun == ["a"] and compiling.knows(grammar("a")) and not compiling.knows(grammar("b"))
-    assert slow.loaded.wait(5), "the tokenizer is read without being asked for"
     compiling.stop()
 
 

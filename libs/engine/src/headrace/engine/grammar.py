@@ -68,6 +68,10 @@ class Grammars:
             if self._tokenizer is None:
                 self._tokenizer = _load(self.path, self.vocab_size, self.eos)
 
+    @property
+    def loaded(self) -> bool:
+        return self._tokenizer is not None
+
     def knows(self, grammar: api.Grammar) -> bool:
         """Whether `compile` would answer at once."""
         with self._lock:
