@@ -8,6 +8,8 @@ import signal
 import aiohttp
 import pytest
 
+from headrace.bus import messages as m
+from headrace.engine.make_checkpoint import make_checkpoint
 from headrace.worker.testing import Cluster
 
 from .streams import Answer, ask, start_gateway
@@ -124,3 +126,24 @@ async def test_everybody_is_told_to_go_at_once():
             assert await asyncio.to_thread(process.popen.wait, 60) == 0, process.role
 
 
+
+
+@pytest.mark.timeout(180)
+async def test_a_long_prompt_does_not_keep_the_short_ones_out(tmp_path):
+    """Forty steps of one prompt: a short one that comes meanwhile is taken, and answered long before it."""
+    path = make_checkpoint("w16", 3, tmp_path / "w16")
+    flags = ("--model", str(path), "--numerics", "exact", "--threads", "1", "--num-blocks", "128")
+    async with Cluster(tmp_path) as cluster:
+        await cluster.start("decode", *flags)
+        prefill = await cluster.start("prefill", *flags, "--max-num-batched-tokens", "256")
+        order: list[str] = []
+
+        async def one(name: str, tokens: int) -> None:
+            result = await cluster.gateway.generate([7] * tokens, m.Sampling(max_tokens=1), patience=60, deadline=100)
+            assert result.ok, result
+            order.append(name)
+
+        long = asyncio.create_task(one("long", 5120))
+        await cluster.until(lambda: metric(cluster, prefill, "headrace_prefill_accepted_total"), lambda n: n == 1, 30.0)
+        await asyncio.gather(long, *(one("short", 5) for _ in range(3)))
+        assert order == ["short"] * 3 + ["long"]

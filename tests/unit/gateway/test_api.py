@@ -1,6 +1,7 @@
 """What clients see: the OpenAI SDK unchanged, errors, limits, ids, keys."""
 
 import asyncio
+import gzip
 import io
 import json
 from importlib.util import find_spec
@@ -353,10 +354,14 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(cluster):
             assert reply.status == 400 and "maximum context length" in message, (path, message)
 
 
-async def test_a_body_that_its_encoding_belies_is_a_400(cluster):
-    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
-    async with cluster.session.post("/v1/chat/completions", data=b"no gzip", headers=headers) as reply:
-        assert reply.status == 400 and "gzip" in (await reply.json())["error"]["message"]
+@pytest.mark.parametrize("encoding", ["gzip", "zork"])
+async def test_a_packed_body_is_refused_and_never_unpacked(cluster, encoding):
+    """A hundred kilobytes of it could be a hundred megabytes of JSON."""
+    body = gzip.compress(b" " * 50_000_000 + b'{"messages": []}')
+    headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+    async with cluster.session.post("/v1/chat/completions", data=body, headers=headers) as reply:
+        error = (await reply.json())["error"]
+        assert reply.status == 415 and encoding in error["message"] and "send it as it is" in error["message"]
 
 
 async def test_head_has_no_body(cluster):

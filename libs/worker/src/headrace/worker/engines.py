@@ -56,6 +56,13 @@ def _simulated(settings: WorkerSettings, register: Register) -> api.Engine:
     return SimEngine(config, register("kv", config.num_blocks * config.block_bytes))
 
 
+def _chunks(settings: WorkerSettings, role: str) -> tuple[int, ...]:
+    """By default a prompt takes half of a step, so that others come along beside a long one."""
+    if settings.chunk_tokens or role != "prefill":
+        return tuple(settings.chunk_tokens)
+    return (max(1, settings.max_num_batched_tokens // 2),)
+
+
 def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine:
     if settings.device != "cpu":
         raise StartError(
@@ -91,7 +98,7 @@ def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine
         max_model_len=settings.max_model_len or None,
         snapshot_bytes=settings.snapshot_bytes,
         swap_bytes=settings.swap_bytes,
-        chunk_tokens=tuple(settings.chunk_tokens),
+        chunk_tokens=_chunks(settings, role),
         speculative=settings.speculative,
         acceptance=settings.acceptance,
         draft_budget=None if settings.draft_budget < 0 else settings.draft_budget,

@@ -25,7 +25,7 @@ class WorkerSettings(Settings):
         int, Meta(ge=0, description="rows of one step; a prompt's chunk is at most this long; 0: 2048 (sim: 16384)")
     ] = 0
     chunk_tokens: Annotated[
-        list[int], Meta(description="upper bounds of a prompt's chunks in turn; none: only the step's rows")
+        list[int], Meta(description="upper bounds of a prompt's chunks in turn; none: half of a step's rows in prefill")
     ] = []
     max_model_len: Annotated[
         int, Meta(ge=0, description="prompt and output tokens of one request; 0: what the model takes")

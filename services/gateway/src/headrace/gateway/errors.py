@@ -27,6 +27,14 @@ def body_too_slow(seconds: float) -> GatewayError:
     return GatewayError(f"the request body was not complete within {seconds:g} s", status=408, code="body_timeout")
 
 
+def encoded_body(encoding: str, limit: int) -> GatewayError:
+    return GatewayError(
+        f"a body with Content-Encoding {encoding[:40]!r} is not taken; send it as it is (up to {limit:,} bytes)",
+        status=415,
+        code="unsupported_encoding",
+    )
+
+
 def unknown_model(name: str, known: list[str]) -> GatewayError:
     return GatewayError(
         f"The model `{name}` does not exist; served models: {', '.join(known) or 'none'}.",

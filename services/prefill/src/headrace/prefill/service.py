@@ -84,8 +84,17 @@ class PrefillService(WorkerService):
         load = super().load()
         if self.engine is not None:
             load.queued_tokens = sum(job.remaining for job in self.jobs.values())
-            load.credits = max(0, QUEUE_CHUNKS * self.settings.max_num_batched_tokens - load.queued_tokens)
+            load.credits = max(0, QUEUE_CHUNKS * self.settings.max_num_batched_tokens - self._backlog())
         return load
+
+    def _backlog(self) -> int:
+        """Accepted tokens that wait. A prompt counts as one chunk of its own at most: the engine goes on with others beside a
+        long one, so it must not keep the short ones out until its end is near."""
+        return sum(min(job.remaining, self._most) for job in self.jobs.values())
+
+    @property
+    def _most(self) -> int:
+        return max(1, self.settings.max_num_batched_tokens // 2)
 
     # ------------------------------------------------------------ run
 
@@ -105,9 +114,8 @@ class PrefillService(WorkerService):
             return m.Refused(
                 "invalid", f"the prompt needs {-(-len(ids) // info.block_tokens)} blocks; {self.instance} has {info.num_blocks}"
             )
-        queued = sum(job.remaining for job in self.jobs.values())
-        limit = QUEUE_CHUNKS * self.settings.max_num_batched_tokens
-        if queued and (queued + len(ids) > limit or len(self.jobs) >= info.max_num_seqs):
+        queued, limit = self._backlog(), QUEUE_CHUNKS * self.settings.max_num_batched_tokens
+        if queued and (queued + min(len(ids), self._most) > limit or len(self.jobs) >= info.max_num_seqs):
             self.counters["busy"] += 1
             load = self.load()
             wait = queued / load.tokens_per_second if load.tokens_per_second else 0.01
