@@ -75,7 +75,7 @@ def test_a_table_shows_problems_and_the_verdict():
     good = Summary("a", "what", [Result(0.1, "seen", ["answer"]), Result(0.3, "seen", ["answer", "broken"])])
     bad = Summary("b", "what", [Result(problems=["wrong tokens"])])
     skipped = Summary("c", "what", [], "needs root")
-    table = rows.table({"rows": [each.as_dict() for each in (good, bad, skipped)], "rounds": 2, "engine": "sim"})
+    table = rows.table({"rows": [each.as_dict() for each in (good, bad, skipped)], "rounds": 2, "engine": "sim", "own": True})
     assert "| a | what | seen | 0.30 | 0.30 | 2 answer, 1 broken |" in table
     assert "NO" in table and "b: wrong tokens" in table and "skipped: needs root" in table
     assert "1 of 2 faults recovered" in table
