@@ -295,6 +295,7 @@ def installed() -> Iterator[None]:
     for machine, module, *names in MACHINES:
         patches += [(module, name, TABLE.recorded(machine, getattr(module, name))) for name in names]
     saved = [(where, name, getattr(where, name)) for where, name, _ in patches]
+    saved += [(subjects, name, getattr(subjects, name)) for name in ("_own", "_next")]  # `fresh` counts ids from the start
     structlog.configure(processors=[heard], wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     try:
         for where, name, value in patches:
