@@ -24,7 +24,7 @@ from .engram import Engram, NgramHash
 from .images import hashed_ids, place_images
 from .layers import Embedding, Linear, RMSNorm, RopeTable, collapse, linear, rope_frequencies
 from .moe import MoE
-from .rows import Piece, Rows
+from .rows import Piece, Rows, piece_of
 
 
 class Layer(Block):
@@ -201,12 +201,9 @@ class V41Model(nn.Module):
 
     def _encoder_piece(self, index: int, segment: Segment, states: V41StatePool) -> Piece:
         first = states.advance(ENCODER, segment.slot, segment.start, segment.stop)
-        return self._piece(index, segment.start, segment.stop, max(first, segment.window_floor))
-
-    def _piece(self, index: int, start: int, stop: int, floor: int) -> Piece:
-        """A floor that no row's window reaches down to is no floor: then encoder and decoder rows are often the
-        same."""
-        return Piece(index, start, stop, floor if floor > start - self.config.sliding_window + 1 else 0)
+        return piece_of(
+            index, segment.start, segment.stop, max(first, segment.window_floor), self.config.sliding_window
+        )
 
     def _decoder_rows(
         self, rows: Rows, segments: Sequence[Segment], states: V41StatePool
@@ -221,7 +218,7 @@ class V41Model(nn.Module):
                 first = states.advance(DECODER, segment.slot, start, piece.stop)
                 states.advance(DRAFT, segment.slot, start, piece.stop)
                 floor = max(first, segment.window_floor, segment.decoder_floor)
-                pieces.append(self._piece(piece.index, start, piece.stop, floor))
+                pieces.append(piece_of(piece.index, start, piece.stop, floor, self.config.sliding_window))
         if pieces == rows.pieces:
             return rows, None
         if not pieces:

@@ -32,6 +32,20 @@ class Piece:
         return self.stop - self.start
 
 
+def piece_of(index: int, start: int, stop: int, floor: int, window: int) -> Piece:
+    """A floor that no row's window reaches down to is no floor: then encoder and decoder rows are often the same."""
+    return Piece(index, start, stop, floor if floor > start - window + 1 else 0)
+
+
+def row_zero(pieces: Sequence[Piece]) -> dict[int, int]:
+    """Segment index -> the row where its position 0 would be, so that position p is at row_zero + p."""
+    result, begin = {}, 0
+    for piece in pieces:
+        result[piece.index] = begin - piece.start
+        begin += piece.length
+    return result
+
+
 @dataclass(slots=True)
 class Group:
     """Pieces of one length: rows [begin, end) = [segments, length]."""
@@ -116,12 +130,8 @@ class Rows:
             begin, first = begin + n * length, first + n
 
     def row_zero(self) -> dict[int, int]:
-        """Segment index -> the row where its position 0 would be, so that position p is at row_zero + p."""
-        result, begin = {}, 0
-        for piece in self.pieces:
-            result[piece.index] = begin - piece.start
-            begin += piece.length
-        return result
+        """See `row_zero`."""
+        return row_zero(self.pieces)
 
     def entries(self, ratio: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compressed entries that this pass completes and may write: the row that completes each, its physical block,

@@ -38,7 +38,7 @@ from ..engram import NgramHash, RowReader
 from ..images import hashed_ids, image_values
 from ..layers import rope_frequencies
 from ..model import check_batch
-from ..rows import Piece
+from ..rows import Piece, piece_of, row_zero
 from .draft import Draft, block_rows
 from .graph import Graph, Images, Inputs
 from .rows import Copies, GpuRows, HostRows, host_rows
@@ -197,7 +197,9 @@ class V41Gpu:
 
     def _encoder_piece(self, index: int, segment: Segment, states: GpuStatePool) -> Piece:
         first = states.advance(ENCODER, segment.slot, segment.start, segment.stop)
-        return self._piece(index, segment.start, segment.stop, max(first, segment.window_floor))
+        return piece_of(
+            index, segment.start, segment.stop, max(first, segment.window_floor), self.config.sliding_window
+        )
 
     def _decoder_pieces(
         self, pieces: list[Piece], segments: Sequence[Segment], states: GpuStatePool
@@ -210,12 +212,8 @@ class V41Gpu:
                 first = states.advance(DECODER, segment.slot, start, piece.stop)
                 states.advance(DRAFT, segment.slot, start, piece.stop)
                 floor = max(first, segment.window_floor, segment.decoder_floor)
-                kept.append(self._piece(piece.index, start, piece.stop, floor))
+                kept.append(piece_of(piece.index, start, piece.stop, floor, self.config.sliding_window))
         return kept
-
-    def _piece(self, index: int, start: int, stop: int, floor: int) -> Piece:
-        """A floor that no row's window reaches down to is no floor: then both phases have the same rows more often."""
-        return Piece(index, start, stop, floor if floor > start - self.config.sliding_window + 1 else 0)
 
     def _host(
         self, pieces: list[Piece], segments: Sequence[Segment], states: GpuStatePool, blocks: int, short: bool
@@ -248,7 +246,7 @@ class V41Gpu:
     def _images(self, pieces: list[Piece], segments: Sequence[Segment], padded: int) -> Images | None:
         if not any(segments[piece.index].images for piece in pieces):
             return None
-        row_of = _row_zero(pieces)
+        row_of = row_zero(pieces)
         spans = [(row_of[p.index] + part.start, part) for p in pieces for part in segments[p.index].images]
         rows = np.concatenate([np.arange(row, row + part.stop - part.start) for row, part in spans])
         inside = np.zeros(padded, np.bool_)
@@ -552,24 +550,15 @@ def _positions_in(candidates: torch.Tensor, columns: torch.Tensor) -> torch.Tens
     return torch.where(columns < 0, -1, block * CANDIDATE_BLOCK + columns % CANDIDATE_BLOCK)
 
 
-def _row_zero(pieces: list[Piece]) -> dict[int, int]:
-    """Segment index -> the row where its position 0 would be, so that position p is at row_zero + p."""
-    result, begin = {}, 0
-    for piece in pieces:
-        result[piece.index] = begin - piece.start
-        begin += piece.length
-    return result
-
-
 def _places(pieces: list[Piece], segments: Sequence[Segment]) -> np.ndarray:
     """Rows named by each segment's `outputs`, in the order of the segments, among the rows of `pieces`."""
-    row_of = _row_zero(pieces)
+    row_of = row_zero(pieces)
     return np.array([row_of[i] + p for i, s in enumerate(segments) for p in s.outputs], np.int64)
 
 
 def _among(kept: list[Piece], pieces: list[Piece]) -> np.ndarray:
     """Where each row of `kept` lies among the rows of `pieces`."""
-    row_of = _row_zero(pieces)
+    row_of = row_zero(pieces)
     return np.concatenate([row_of[p.index] + np.arange(p.start, p.stop, dtype=np.int64) for p in kept])
 
 
