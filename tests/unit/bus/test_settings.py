@@ -61,6 +61,30 @@ def test_an_unknown_name_in_the_own_section_is_refused_with_a_hint(tmp_path):
         load("--config", str(path))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_nun_seqs: 7", "unknown setting `max_nun_seqs` at the top; did you mean `max_num_seqs`"),
+        ("decod: {port: 1}", "unknown setting `decod` at the top; did you mean `decode`"),
+        ("decode: 7", "`decode` must hold a mapping of settings, not int"),
+    ],
+)
+def test_a_word_that_no_service_knows_is_refused(tmp_path, text, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=message):
+        load("--config", str(path))
+
+
+def test_a_variable_that_no_service_knows_is_told_and_changes_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("HEADRACE_MAX_NUM_SEQ", "3")
+    monkeypatch.setenv("HEADRACE_NUM_BLOCKS", "3")
+    assert load().max_num_seqs == 64
+    told = capsys.readouterr().err
+    assert "HEADRACE_MAX_NUM_SEQ, it changes nothing; did you mean `HEADRACE_MAX_NUM_SEQS`?" in told
+    assert "HEADRACE_NUM_BLOCKS" not in told
+
+
 def test_print_config_is_yaml_with_sources_and_without_secrets(capsys, monkeypatch):
     monkeypatch.setenv("HEADRACE_NATS_PASSWORD", "secret!")
     monkeypatch.setenv("HEADRACE_NATS_URL", "nats://u:secret!@bus.example:4222")

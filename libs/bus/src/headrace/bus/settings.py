@@ -9,7 +9,6 @@ and is then `max_num_seqs:` in YAML (at the top, or under the role's name), HEAD
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 import typing
@@ -22,6 +21,7 @@ import yaml
 from msgspec import Meta
 
 from .connection import without_secrets
+from .names import OTHERS, SETTINGS, nearest
 
 ENV_PREFIX = "HEADRACE_"
 SECRET = ("password", "secret", "api_key", "_token")  # endings of names whose values are never shown
@@ -102,6 +102,7 @@ def _collect(cls: type[Settings], argv: list[str], role: str, description: str) 
     flags = _parser(cls, hints, role, description).parse_args(argv)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
+    _warn_of_unknown_variables(hints)
 
     path = flags.config or os.environ.get(ENV_PREFIX + "CONFIG", "")
     if path:
@@ -128,14 +129,23 @@ def _read_yaml(path: str, role: str, hints: dict[str, Any]) -> dict[str, Any]:
         raise SettingsError(f"{path} must hold a mapping of settings, not {type(loaded).__name__}")
     shared = {k: v for k, v in loaded.items() if k not in ROLES}
     own = loaded.get(role) or {}
-    for section, where in ((shared, "at the top"), (own, f"under `{role}`")):
+    if not isinstance(own, dict):
+        raise SettingsError(f"{path}: `{role}` must hold a mapping of settings, not {type(own).__name__}")
+    # At the top a setting may belong to another service.
+    for section, where, known in ((shared, "at the top", {*SETTINGS, *hints, *ROLES}), (own, f"under `{role}`", set(hints))):
         for name in section:
-            # At the top a setting may belong to another service; only a role's own section is checked for unknown names.
-            if section is own and name not in hints:
-                close = difflib.get_close_matches(str(name), hints, 1)
-                hint = f"; did you mean `{close[0]}`?" if close else ""
-                raise SettingsError(f"{path}: unknown setting `{name}` {where}{hint}")
+            if name not in known:
+                raise SettingsError(f"{path}: unknown setting `{name}` {where}{nearest(str(name), known)}")
     return {k: v for k, v in {**shared, **own}.items() if k in hints}
+
+
+def _warn_of_unknown_variables(hints: dict[str, Any]) -> None:
+    """A misspelt variable is told and not refused: the environment may be another program's as well."""
+    known = {*OTHERS, *(name.upper() for name in {*SETTINGS, *hints})}
+    for variable in sorted(os.environ):
+        if variable.startswith(ENV_PREFIX) and variable.removeprefix(ENV_PREFIX) not in known:
+            hint = nearest(variable, [ENV_PREFIX + name for name in known])
+            print(f"warning: no setting is called {variable}, it changes nothing{hint}", file=sys.stderr)
 
 
 def _checked(cls: type[Settings], values: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
