@@ -44,6 +44,7 @@ STRICT = [
 OPEN = {
     "optional": {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": "z"}}, "required": ["b"]},
     "all optional": {"type": "object", "properties": {"a": {"const": 1}}},
+    "never": {"type": "object", "properties": {"a": False, "b": {"const": 3}}, "additionalProperties": False},
     "anything": {"type": "object"},
     "more": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": True},
     "at the root": {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
@@ -141,7 +142,10 @@ def test_what_strict_mode_can_not_enforce_is_refused(grammars):
     with pytest.raises(Exception, match="strict tool 'f': `anyOf` at the top level of its parameters"):
         bound(parsed)
     parsed = ask(tools=[tool("f", closed({"a b": {"type": "string"}}))], tool_choice="required")
-    with pytest.raises(Exception, match="call format can't hold the parameter name \"a b\""):
+    with pytest.raises(Exception, match='call format can\'t hold the parameter name "a b"'):
+        bound(parsed)
+    parsed = ask(tools=[tool("f", {"type": "object", "properties": {"a": False}, "required": ["a"]})], tool_choice="required")
+    with pytest.raises(Exception, match='its parameter "a" is required and can\'t be'):
         bound(parsed)
 
 

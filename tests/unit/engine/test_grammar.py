@@ -203,6 +203,7 @@ def test_the_reason_names_the_place(grammars, value, place):
     "kind, text, why",
     [
         ("regex", "(a", "regular expression can't be followed: .*unclosed group"),
+        ("regex", "ab\\\\\\", "ends in a backslash that escapes nothing"),
         ("lark", "start: nowhere", "unknown name"),
         ("lark", "start: start", "nothing matches it"),
         ("json_schema", "x" * 300_000, "300,000 characters; at most 262,144"),

@@ -179,9 +179,7 @@ def test_decoded_weights_equal_the_formats_definition(good):
     for row, column in ((0, 0), (31, 31), (32, 0), (127, 17)):
         assert got[row, column] == weight[row, column] * scale[row // 32, column // 32]
     packed = checkpoint.tensor("layers.2.ffn.experts.3.w1.weight").view(torch.uint8).numpy()
-    scale = 2.0 ** (
-        checkpoint.tensor("layers.2.ffn.experts.3.w1.scale").view(torch.uint8).numpy().astype(np.float64) - 127
-    )
+    scale = 2.0 ** (checkpoint.tensor("layers.2.ffn.experts.3.w1.scale").view(torch.uint8).numpy().astype(np.float64) - 127)
     levels = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     got = model.layers[2].ffn.w_in[0, 3].numpy()
     for row, column in ((0, 0), (0, 1), (5, 33), (31, 63)):
@@ -229,9 +227,7 @@ def test_bf16_weights(good):
     for dtype in (torch.float32, torch.bfloat16):
         model = load_model(good, kv_store="fp32", numerics="exact", dtype=dtype)
         states = model.new_states(1)
-        hidden = model.forward(
-            [Segment(0, 0, list(range(10, 60)), [], [0], outputs=range(50))], KVPool(model.spec, 1), states
-        )
+        hidden = model.forward([Segment(0, 0, list(range(10, 60)), [], [0], outputs=range(50))], KVPool(model.spec, 1), states)
         assert hidden.dtype == dtype
         logits.append(model.logits(hidden))
     assert logits[1].dtype == torch.float32

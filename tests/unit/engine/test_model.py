@@ -313,9 +313,7 @@ def test_a_bounded_state_travels(bounded):
 def test_bounded_rejects_outputs_that_the_decoder_skips(bounded):
     memory = Memory(bounded)
     with pytest.raises(ValueError, match=r"output 3 is not a row \[40, 60\)"):
-        bounded.forward(
-            [Segment(0, 0, tokens(1, 60), [], [0], decoder_floor=40, outputs=[3])], memory.kv, memory.states
-        )
+        bounded.forward([Segment(0, 0, tokens(1, 60), [], [0], decoder_floor=40, outputs=[3])], memory.kv, memory.states)
 
 
 def test_a_batch_that_contradicts_itself_is_refused(model):

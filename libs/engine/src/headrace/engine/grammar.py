@@ -281,7 +281,11 @@ def _source(kind: str, text: str) -> str:
     try:
         if kind == "json_schema":
             return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
-        return LLMatcher.grammar_from_regex(text) if kind == "regex" else LLMatcher.grammar_from_lark(text)
+        if kind == "lark":
+            return LLMatcher.grammar_from_lark(text)
+        if (len(text) - len(text.rstrip("\\"))) % 2:  # llguidance would drop it
+            raise GrammarError(f"the regular expression ends in a backslash that escapes nothing: {text[-40:]!r}")
+        return LLMatcher.grammar_from_regex(text)
     except ValueError as error:
         raise GrammarError(f"the schema can't be read: {error}") from None
 

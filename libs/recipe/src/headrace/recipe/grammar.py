@@ -173,6 +173,10 @@ class _Calls:
         more = schema.get("additionalProperties", not properties)
         parts = []
         for place, (name, value) in enumerate(properties.items()):
+            if value is False:  # JSON Schema's "never"
+                if name in required:
+                    raise RecipeError(f"tool '{tool.name}': its parameter {_quoted(name)} is required and can't be (`false`)")
+                continue
             if not _GOOD_NAME.fullmatch(name):
                 raise RecipeError(f"tool '{tool.name}': this model's call format can't hold the parameter name {_quoted(name)}")
             rule = f"call_{number}_{place}"
