@@ -398,3 +398,21 @@ async def test_large_bodies_are_bounded_together(cluster):
     assert await ask(json.dumps(chat()).encode()) == 200  # a small one is never counted
     cluster.gateway.api._large -= 4 << 20
     assert cluster.gateway.api._large == 0 and await ask(body) == 400
+
+    async def dripped(path: str) -> int:
+        """In chunks, without a length: counted as it comes, so the answer is there before the body's end."""
+        never = asyncio.Event()
+
+        async def parts():
+            for start in range(0, len(body), 1 << 16):
+                yield body[start : start + (1 << 16)]
+            await never.wait()
+
+        async with cluster.session.post(path, data=parts(), headers=headers) as reply:
+            return reply.status
+
+    cluster.gateway.api._large += 3 << 20
+    for path in ("/v1/chat/completions", "/tokenize"):
+        assert await asyncio.wait_for(dripped(path), 20) == 429
+    cluster.gateway.api._large -= 3 << 20
+    assert cluster.gateway.api._large == 0

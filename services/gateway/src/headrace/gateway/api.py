@@ -50,8 +50,15 @@ UNKNOWN_LIMIT = 1 << 20  # tokens, where no worker says how much it takes
 log = structlog.get_logger("headrace.gateway")
 
 
+@dataclass(slots=True, kw_only=True)
+class Held:
+    """What a request holds of the bytes that large bodies share, while it lives: images stay for a second attempt."""
+
+    body: int = 0
+
+
 @dataclass(slots=True)
-class Call:
+class Call(Held):
     """One generation request while it is handled."""
 
     endpoint: Endpoint
@@ -60,7 +67,6 @@ class Call:
     traceparent: str
     reply: Reply | None = None
     status: int = 200
-    body: int = 0  # bytes of a large body, counted while the request lives: images stay for a second attempt
     kept: bool = False  # a response with an id under which it can be fetched and cancelled
 
 
@@ -146,9 +152,7 @@ class Api:
             raise errors.draining()
         tenant = self.auth.tenant(request.headers)
         self._count_body(call, request.content_length or 0)
-        body = await self._json(request)
-        if request.content_length is None:  # it came in chunks
-            self._count_body(call, len(await request.read()))
+        body = await self._json(request, call)
         if not gateway.bus.connected:
             raise errors.bus_down()
         options = models.options
@@ -339,17 +343,30 @@ class Api:
 
     # ------------------------------------------------------------ bodies
 
-    def _count_body(self, call: Call, size: int) -> None:
+    def _count_body(self, held: Held, size: int) -> None:
         """Large bodies are bounded together. Raises RecipeError."""
         if not LARGE_BODY < size <= self._settings.max_body_bytes:  # a larger one is refused with both sizes
             return
-        limit = self._settings.large_body_bytes
-        if self._large + size > limit:
+        limit, more = self._settings.large_body_bytes, size - held.body
+        if self._large + more > limit:
             raise errors.busy(f"{self._large:,} bytes of large requests are held here; {limit:,} may be (--large-body-bytes)")
-        self._large += size
-        call.body = size
+        self._large += more
+        held.body = size
 
-    async def _json(self, request: web.Request) -> dict[str, Any]:
+    async def _read(self, request: web.Request, held: Held) -> bytes:
+        """The body; one that comes in chunks, of a size that nobody told, is counted as it grows."""
+        if request.content_length is not None:
+            return await request.read()
+        parts, size, limit = [], 0, self._settings.max_body_bytes
+        async for part in request.content.iter_any():
+            size += len(part)
+            if size > limit:
+                raise errors.body_too_large(None, limit)
+            self._count_body(held, size)
+            parts.append(part)
+        return b"".join(parts)
+
+    async def _json(self, request: web.Request, held: Held) -> dict[str, Any]:
         """The body as a JSON object. Raises RecipeError: too large (both sizes), not JSON, not an object."""
         limit, size = self._settings.max_body_bytes, request.content_length
         encoding = request.headers.get("Content-Encoding", "identity")
@@ -359,10 +376,10 @@ class Api:
             raise errors.body_too_large(size, limit)
         try:
             if request.content.is_eof():  # it came with the headers
-                body = await request.read()
+                body = await self._read(request, held)
             else:
                 async with asyncio.timeout(self._settings.body_seconds):
-                    body = await request.read()
+                    body = await self._read(request, held)
         except web.HTTPRequestEntityTooLarge:
             raise errors.body_too_large(None, limit) from None
         except TimeoutError:
@@ -416,17 +433,20 @@ class Api:
 
     async def _small(self, request: web.Request, answer: Any, protocol: str = "chat") -> Written:
         """An endpoint that answers from what is here: `answer(body)` -> JSON value. Raises nothing."""
-        exchange = self._exchange(request)
+        exchange, held = self._exchange(request), Held()
         try:
             self._refuse_early()
             self.auth.tenant(request.headers)
-            body = await self._json(request) if request.method == "POST" else {}
+            self._count_body(held, request.content_length or 0)
+            body = await self._json(request, held) if request.method == "POST" else {}
             exchange.answer(200, compact(await answer(body)).encode())
         except RecipeError as error:
             exchange.fail(error, protocol, self._settings.dialect)
         except Exception:  # a defect of ours: the client is told, and the log has the details
             log.exception("request failed", request_id=exchange.request_id)
             exchange.fail(errors.internal(), protocol, self._settings.dialect)
+        finally:
+            self._large -= held.body
         return exchange.result()
 
     async def _models(self, request: web.Request) -> Written:
