@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import warnings
 from pathlib import Path
@@ -13,12 +12,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import report
 from mutations import MUTATIONS
-from runner import Result, cores, hunts, kind, real_seconds, search, simulate
+from runner import Hunt, Result, cores, hunts, kind, real_seconds, search, simulate
 from schedule import draw, shrunk
-from simulated import TABLE, installed
-from table import cannot
+from simulated import installed
 
+PROGRESS = 5.0  # seconds between two lines
 BASES = 20_000  # between the first seeds of two hunts
 
 
@@ -30,7 +30,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--schedules", type=int, default=1000, metavar="N", help="how many (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="begin none after so many seconds; 0: all")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="of the first schedule (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=cores(), metavar="N", help="default: one per core, %(default)s")
+    parser.add_argument(
+        "--workers", type=int, default=cores(), metavar="N", help="processes (default: one per core, %(default)s)"
+    )
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one schedule and tell what happened")
     parser.add_argument("--trace", action="store_true", help="with --replay: print every message that arrives")
     parser.add_argument("--mutate", metavar="NAME", help="take guards away, one after the other (names with commas, or `all`)")
@@ -38,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--keep-going", action="store_true", help="don't stop at the first schedule that fails")
     parser.add_argument("--no-shrink", action="store_true", help="don't look for a smaller schedule that fails too")
     parser.add_argument("--json", action="store_true", help="one JSON object at the end instead of text")
+    parser.add_argument("--out", metavar="FILE", help="write what is known there as well, again and again: .json or markdown")
     args = parser.parse_args(argv)
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of names must be walked in the same order each time
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
@@ -49,73 +52,52 @@ def main(argv: list[str] | None = None) -> int:
     return run(args)
 
 
+class Progress:
+    """A line, and the file of `--out`, every few seconds."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.began = self._shown = real_seconds()
+        self._quiet, self._out = args.json, args.out
+
+    @property
+    def seconds(self) -> float:
+        return real_seconds() - self.began
+
+    def due(self) -> bool:
+        if real_seconds() - self._shown <= PROGRESS:
+            return False
+        self._shown = real_seconds()
+        return True
+
+    def show(self, line: str, data: dict[str, Any], lines: list[str]) -> None:
+        if not self._quiet:
+            print(f"{self.seconds:.0f} s: {line}", flush=True)
+        self.write(data, lines)
+
+    def write(self, data: dict[str, Any], lines: list[str]) -> None:
+        if self._out:
+            report.write(self._out, data, lines)
+
+    def end(self, data: dict[str, Any], lines: list[str]) -> None:
+        self.write(data, lines)
+        print(json.dumps(data) if self._quiet else "\n" + "\n".join(lines), flush=True)
+
+
 def run(args: argparse.Namespace) -> int:
-    began = shown = real_seconds()
+    shown = Progress(args)
 
     def progress(result: Result) -> None:
-        nonlocal shown
-        if not args.json and real_seconds() - shown > 5.0:
-            shown = real_seconds()
-            rate = result.schedules / (shown - began)
-            print(f"{result.schedules} schedules, {len(result.failed)} failed, {rate:.0f} a second", flush=True)
+        if shown.due():
+            line = f"{result.schedules} schedules, {len(result.failed)} failed, {result.schedules / shown.seconds:.0f} a second"
+            seconds = shown.seconds
+            shown.show(line, report.search_json(result, seconds), report.search_lines(result, seconds))
 
-    result = search(args.seed, args.schedules, args.seconds, args.processes, not args.keep_going, progress)
-    seconds = real_seconds() - began
-    if args.json:
-        print(json.dumps(as_json(result, seconds)))
-    else:
-        report(result, seconds)
+    result = search(args.seed, args.schedules, args.seconds, args.workers, not args.keep_going, progress)
+    seconds = shown.seconds
+    shown.end(report.search_json(result, seconds), report.search_lines(result, seconds))
     if result.failed:
         tell(min(result.failed), args)
     return 1 if result.failed else 0
-
-
-def as_json(result: Result, seconds: float) -> dict[str, Any]:
-    return {
-        "schedules": result.schedules, "failed": sorted(result.failed), "seconds": round(seconds, 1),
-        "cpu_seconds": round(result.cpu_seconds, 1), "simulated_seconds": round(result.simulated_seconds),
-        "turns": result.turns, "messages": result.messages.total(), "outcomes": dict(result.outcomes.most_common()),
-        "planned": dict(result.planned.most_common()), "happened": dict(result.happened.most_common()),
-        "rows": {" | ".join(row): result.rows[row] for row in TABLE.rows},
-    }  # fmt: skip
-
-
-def report(result: Result, seconds: float) -> None:
-    count = max(1, result.schedules)
-    each = result.cpu_seconds / count * 1e3
-    print(f"\n{result.schedules} schedules in {seconds:.1f} s ({count / seconds:.0f} a second, {each:.1f} "
-          f"ms of computing each): {result.simulated_seconds:,.0f} simulated seconds, {result.messages.total():,} messages, "
-          f"{result.turns:,} checked turns")  # fmt: skip
-    for title in ("outcomes", "planned", "happened"):
-        print(f"\n{title}:")
-        items = [f"{name} {count:,}" for name, count in getattr(result, title).most_common()]
-        line = "  "
-        for item in items:
-            if len(line) + len(item) > 120:
-                print(line.rstrip(" "))
-                line = "  "
-            line += item + "; "
-        print(line.rstrip("; "))
-    reached(result)
-    print(f"\nviolations: {len(result.failed)}" + (f" (seeds {sorted(result.failed)[:20]})" if result.failed else ""))
-
-
-def reached(result: Result) -> None:
-    """Which rows of the tables of docs/handoff.md happened, and how often the rarest; those that did not are listed."""
-    print("\nrows of docs/handoff.md that happened:")
-    for machine in dict.fromkeys(row[0] for row in TABLE.rows):
-        mine = [row for row in TABLE.rows if row[0] == machine and not cannot(row)]
-        excused = sum(row[0] == machine and bool(cannot(row)) for row in TABLE.rows)
-        seen = sorted((row for row in mine if result.rows[row]), key=lambda row: result.rows[row])
-        rare = ", ".join(f"{phase}: {event} ({result.rows[machine, phase, event]})" for _, phase, event in seen[:3])
-        print(f"  {machine}: {len(seen)} of {len(mine)}" + (f", and {excused} that can't" if excused else "")
-              + (f"; rarest {rare}" if seen else ""))  # fmt: skip
-        never = [f"{phase}: {event}" for _, phase, event in mine if not result.rows[machine, phase, event]]
-        if never:
-            print(f"    never: {'; '.join(never)}")
-    odd = [": ".join(row) for row in result.rows if cannot(row)]
-    if odd:
-        print(f"  and these, which can't: {'; '.join(odd)}")
 
 
 def tell(seed: int, args: argparse.Namespace) -> None:
@@ -157,24 +139,17 @@ def mutate(args: argparse.Namespace) -> int:
         print(f"no mutation {unknown[0]!r}; there are {', '.join(MUTATIONS)}", file=sys.stderr)
         return 2
     bases = [args.seed + BASES * number for number in range(args.bases)]
-    print(
-        f"{'guard taken away':18}{'found after':>12}{'(all hunts)':>24}{'seconds':>9}{'seed':>9}  first violation", flush=True
-    )
-    missed = False
-    total = 0.0
-    for name, hunted in hunts(names, bases, args.schedules, args.processes):
-        found = [one for one in hunted if one.schedules]
-        missed |= len(found) < len(hunted)
-        counts = [one.schedules or args.schedules for one in hunted]
-        seconds = statistics.median(one.cpu_seconds for one in hunted)
-        total += seconds
-        every = " ".join(str(one.schedules or f">{args.schedules}") for one in hunted)
-        first = min(found, key=lambda one: one.schedules, default=None)
-        middle = f"{statistics.median(counts):.0f}" if len(found) > len(hunted) / 2 else "NOT FOUND"
-        print(f"{name:18}{middle:>12}{every:>24}{seconds:9.1f}{first.seed if first else '':>9}"
-              f"  {first.violation[:120] if first else ''}", flush=True)  # fmt: skip
-    print(f"{len(names)} guards, median seconds of computing for all of them: {total:.1f}")
-    return 1 if missed else 0
+    shown = Progress(args)
+
+    def progress(hunted: list[Hunt]) -> None:
+        if shown.due():
+            found, tried = sum(bool(one.found) for one in hunted), sum(one.tried for one in hunted)
+            line = f"{found} of {len(hunted)} hunts have found it, {tried} schedules"
+            shown.show(line, report.hunts_json(hunted), report.hunts_lines(hunted))
+
+    hunted = hunts(names, bases, args.schedules, args.seconds, args.workers, progress)
+    shown.end(report.hunts_json(hunted), report.hunts_lines(hunted))
+    return 0 if all(one.found for one in hunted) else 1
 
 
 if __name__ == "__main__":

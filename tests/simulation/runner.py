@@ -90,33 +90,44 @@ def some(first: int, count: int) -> Result:
 
 
 @dataclass
-class Found:
-    """Of a guard that was taken away: after how many schedules, and how many seconds of computing, a violation was seen; 0
-    schedules: none was."""
+class Hunt:
+    """Of a guard that was taken away: after how many schedules from `base` on, and how many seconds of computing, a violation
+    was seen; `found` 0: none was, in `tried`."""
 
     name: str
     base: int
-    schedules: int = 0
+    tried: int = 0
+    found: int = 0
     seed: int = 0
     cpu_seconds: float = 0.0
     violation: str = ""
 
+    def __iadd__(self, later: Hunt) -> Hunt:
+        """What the seeds after these gave."""
+        if later.found:
+            self.found, self.seed, self.violation = self.tried + later.found, later.seed, later.violation
+        self.tried += later.tried
+        self.cpu_seconds += later.cpu_seconds
+        return self
 
-def hunt(name: str, base: int, limit: int) -> Found:
-    """Seeds from `base` on without the guard, until a schedule fails that holds with the guard in place."""
-    began = time.process_time()
+
+def hunt(name: str, first: int, count: int) -> Hunt:
+    """`count` seeds from `first` on without the guard, until a schedule fails that holds with the guard in place."""
+    out, began = Hunt(name, first), time.process_time()
     with installed():
-        for number in range(limit):
-            plan = draw(base + number)
+        for seed in range(first, first + count):
+            plan = draw(seed)
             if name in NO_FLIPS:  # would find that the checksums are away, which is not the point
                 plan = replace(plan, faults=tuple(f for f in plan.faults if getattr(f, "action", "") != "flip"))
             with without(name), lenient():
                 violations = simulate(plan).violations
+            out.tried += 1
             if violations and not simulate(plan).violations:
-                return Found(name, base, number + 1, plan.seed, time.process_time() - began, violations[0])
-            if number % CHUNK == CHUNK - 1:
-                gc.collect()
-    return Found(name, base, 0, 0, time.process_time() - began)
+                out.found, out.seed, out.violation = out.tried, seed, violations[0]
+                break
+    gc.collect()
+    out.cpu_seconds = time.process_time() - began
+    return out
 
 
 # ------------------------------------------------------------------ processes
@@ -157,31 +168,80 @@ def _processes(count: int) -> Iterator[Callable[..., Future]]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+class _InOrder:
+    """Shares of a row of seeds that end in any order, added up in the order of their seeds: the sum does not depend on how
+    many processes there are."""
+
+    def __init__(self, total: Any, first: int, count: int, ends: Callable[[Any], Any] = lambda part: False) -> None:
+        """`ends`: does this share end it all?"""
+        self.total, self.next, self.end, self._ends = total, first, first + count, ends
+        self.running = 0
+        self.over = count == 0
+        self._added = first  # below it everything is in `total`
+        self._waiting: dict[int, tuple[int, Any]] = {}  # first seed -> (how many, what they gave), not yet in turn
+
+    def share(self) -> tuple[int, int]:
+        """(first seed, how many) of what is to be done next."""
+        first = self.next
+        self.next = min(self.end, first + CHUNK)
+        self.running += 1
+        return first, self.next - first
+
+    def take(self, first: int, count: int, part: Any) -> None:
+        self.running -= 1
+        self._waiting[first] = (count, part)
+        while self._added in self._waiting and not self.over:
+            count, part = self._waiting.pop(self._added)
+            self.total += part
+            self._added += count
+            self.over = self._added == self.end or bool(self._ends(part))
+
+    @property
+    def wants_more(self) -> bool:
+        """No share that has ended ends it all, and there are seeds left."""
+        return not self.over and self.next < self.end and not any(self._ends(part) for _, part in self._waiting.values())
+
+
 def search(
-    first: int, count: int, seconds: float, processes: int, stop_at_failure: bool, progress: Callable[[Result], None]
+    first: int, count: int, seconds: float, workers: int, stop_at_failure: bool, progress: Callable[[Result], None]
 ) -> Result:
     """`count` seeds from `first` on, or as many as begin within `seconds` (0: all of them)."""
-    total, began, next_seed, end = Result(), real_seconds(), first, first + count
-    waiting: set[Future] = set()
-    with _processes(processes) as submit:
+    row, began = _InOrder(Result(), first, count), real_seconds()
+    waiting: dict[Future, tuple[int, int]] = {}
+    with _processes(workers) as submit:
         while True:
             late = bool(seconds) and real_seconds() - began > seconds
-            enough = late or (stop_at_failure and bool(total.failed))
-            while not enough and next_seed < end and len(waiting) < 2 * processes - 1:
-                size = min(CHUNK, end - next_seed)
-                waiting.add(submit(some, next_seed, size))
-                next_seed += size
+            enough = late or (stop_at_failure and bool(row.total.failed))
+            while not enough and row.next < row.end and len(waiting) < 2 * workers - 1:
+                share = row.share()
+                waiting[submit(some, *share)] = share
             if not waiting:
-                return total
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in done:
-                total += future.result()
-            progress(total)
+                return row.total
+            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                row.take(*waiting.pop(future), future.result())
+            progress(row.total)
 
 
-def hunts(names: list[str], bases: list[int], limit: int, processes: int) -> Iterator[tuple[str, list[Found]]]:
-    """Per guard, in order, one `Found` for each base seed."""
-    with _processes(processes) as submit:
-        tasks = {name: [submit(hunt, name, base, limit) for base in bases] for name in names}
-        for name, futures in tasks.items():
-            yield name, [future.result() for future in futures]
+def hunts(
+    names: list[str], bases: list[int], limit: int, seconds: float, workers: int, progress: Callable[[list[Hunt]], None]
+) -> list[Hunt]:
+    """One per guard and base, in order. Shares of all of them run side by side, the hunt with the fewest under way first."""
+    began = real_seconds()
+    rows = [_InOrder(Hunt(name, base), base, limit, lambda part: part.found) for name in names for base in bases]
+    waiting: dict[Future, tuple[_InOrder, int, int]] = {}
+    with _processes(workers) as submit:
+        while True:
+            late = bool(seconds) and real_seconds() - began > seconds
+            while not late and len(waiting) < 2 * workers - 1:
+                more = [row for row in rows if row.wants_more]
+                if not more:
+                    break
+                row = min(more, key=lambda row: row.running)
+                share = row.share()
+                waiting[submit(hunt, row.total.name, *share)] = (row, *share)
+            if not waiting:
+                return [row.total for row in rows]
+            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                row, *share = waiting.pop(future)
+                row.take(*share, future.result())
+            progress([row.total for row in rows])

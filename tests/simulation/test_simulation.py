@@ -40,6 +40,25 @@ def test_a_missing_guard_is_found(name):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_results_do_not_depend_on_how_many_processes_there_are(tmp_path):
+    """Neither of a search nor of a hunt, but for the seconds; and what is written is what is printed."""
+
+    def timeless(data):
+        if isinstance(data, dict):
+            return {key: timeless(value) for key, value in data.items() if "seconds" not in key or "simulated" in key}
+        return [timeless(one) for one in data] if isinstance(data, list) else data
+
+    for flags in (["--keep-going"], ["--mutate", "gap,index,pins", "--bases", "2"]):
+        said = []
+        for workers in ("1", "3"):
+            out = tmp_path / f"{workers}.json"
+            done = simulation("--schedules", "50", *flags, "--workers", workers, "--json", "--out", str(out))
+            data = json.loads(done.stdout)
+            assert data == json.loads(out.read_text())
+            said.append(timeless(data))
+        assert said[0] == said[1] and said[0]
+
+
 def test_what_does_not_exist_is_named():
     done = simulation("--mutate", "nonsense")
     assert done.returncode == 2 and "nonsense" in done.stderr and "quarantine" in done.stderr
