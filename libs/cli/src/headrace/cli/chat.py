@@ -6,11 +6,14 @@ Speaks plain OpenAI chat completions, so it works with any server of that protoc
 from __future__ import annotations
 
 import argparse
+import base64
 import json
+import mimetypes
 import os
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import aiohttp
 import uvloop
@@ -40,6 +43,9 @@ class Answer:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("message", nargs="?", default="-", help="what to ask (default, and -: read it from stdin)")
     parser.add_argument("--system", help="a system message before it")
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="FILE", help="show it a picture (PNG, JPEG, ... or a URL); repeatable"
+    )
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default: 256")
     parser.add_argument(
         "--temperature", type=float, metavar="T", help="0 always takes the likeliest token (default: the server's)"
@@ -55,13 +61,28 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError('what shall be asked? For example: headrace chat "Why is the sky blue?"')
     url = args.url or state.running_or_fail(args.state_dir).url
     text = sys.stdin.read() if args.message == "-" else args.message
+    if not text.strip():
+        raise CommandError("the message is empty: give it as an argument or on stdin")
     messages = [{"role": "system", "content": args.system}] if args.system else []
-    body = {"messages": [*messages, {"role": "user", "content": text}], "max_tokens": args.max_tokens}
+    pictures = [{"type": "image_url", "image_url": {"url": image_url(name)}} for name in args.image]
+    content = [*pictures, {"type": "text", "text": text}] if pictures else text
+    body = {"messages": [*messages, {"role": "user", "content": content}], "max_tokens": args.max_tokens}
     body |= {key: value for key in ("temperature", "seed") if (value := getattr(args, key)) is not None}
     body |= {"thinking": {"type": "enabled" if args.thinking else "disabled"}}
     answer = uvloop.run(_show(url, body))
     print(f"[{answer.request_id}] {answer.finish_reason}; {tokens(answer.usage)}", file=sys.stderr)
     return 0
+
+
+def image_url(name: str) -> str:
+    """A URL as it is; a file as a data URL. Raises CommandError: it can't be read."""
+    if name.startswith(("http://", "https://", "data:")):
+        return name
+    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+    try:
+        return f"data:{kind};base64,{base64.b64encode(Path(name).read_bytes()).decode()}"
+    except OSError as error:
+        raise CommandError(f"can't read the picture {name}: {error.strerror}") from None
 
 
 def tokens(usage: dict) -> str:
