@@ -169,6 +169,8 @@ def ready_message(system: System) -> str:
         if system.random_words
         else "checkpoint " + str(system.model)
     )
+    if system.bundled:
+        words = f"the bundled {system.bundled.name}: a small model to try things with; its README.md says what it can"
     if system.options.engine == "sim":
         words = "SIMULATED: the time is modelled, the words are made up"
     body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32, "stream": True}
