@@ -139,23 +139,39 @@ def test_exact_windows_give_what_single_rows_give(temperature):
 @pytest.mark.parametrize("case", [0, 2])
 def test_engine_keeps_the_distribution(case):
     model = ToyModel("exact", block_tokens=32, draft_block=3)
-    tests = list(acceptance.distribution(model, acceptance.favourites(model, 40), 1000, [acceptance.CASES[case]]))
+    prompt, case = acceptance.favourites(model, 40), acceptance.CASES[case]
+    drawn = acceptance.draw_case(model, prompt, case, range(600)) + acceptance.draw_case(model, prompt, case, range(600, 1000))
+    tests = acceptance.tests_of_case(model, prompt, case, drawn)
     assert len(tests) == 4 and tests[0].cells > 20
     assert all(test.p > LEVEL for test in tests), tests
 
 
 def test_v41_greedy_is_token_for_token_what_it_is_without_drafts(model):
-    report = acceptance.greedy(model, prompts=24, output=16)
+    report = acceptance.greedy(model, range(24), output=16)
     assert report["different"] == [] and report["tokens"] == 24 * 16
-    assert report["mean_accepted_length"] > 1.5
+    assert report["window_tokens"] > 1.5 * report["windows"]
 
 
 def test_early_stop_keeps_the_distribution_and_without_it_it_bends():
     """DSpark's example: (0.7, 0.3) becomes (0.85, 0.15)."""
-    counts, test = acceptance.counterexample(Speculator, 600)
+    test = acceptance.test_of_flips(Speculator, acceptance.flip(Speculator, range(600)))
     assert test.p > LEVEL, test
-    counts, test = acceptance.counterexample(acceptance.NoEarlyStop, 600)
+    counts = acceptance.flip(acceptance.NoEarlyStop, range(600))
+    test = acceptance.test_of_flips(acceptance.NoEarlyStop, counts)
     assert test.p < 1e-9 and abs(counts[0] / 600 - 0.85) < 0.05
+
+
+@pytest.mark.slow
+def test_the_command_says_the_same_with_two_processes_and_after_it_was_stopped(tmp_path, capsys):
+    command, journal = ["--prompts", "3", "--draws", "300"], tmp_path / "journal"
+    assert acceptance.main([*command, "--workers", "2", "--journal", str(journal)]) == 0
+    whole = capsys.readouterr().out
+    lines = journal.read_text().splitlines(keepends=True)
+    assert len(lines) == len(acceptance.all_parts(3, 300)) == 7
+    journal.write_text("".join(lines[:5]) + lines[5][:20])  # stopped in the middle of a line
+    assert acceptance.main([*command, "--journal", str(journal)]) == 0
+    assert capsys.readouterr().out == whole
+    assert sorted(journal.read_text().splitlines()) == sorted("".join(lines).splitlines())
 
 
 def test_the_benchmark_accepts_by_lot_as_often_as_it_was_told(capsys):

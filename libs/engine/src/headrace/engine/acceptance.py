@@ -8,17 +8,19 @@
                     must pass the test above, without it must fail
 
 Every distribution test has the level ALPHA divided by the number of tests of the run (Bonferroni).
+
+Draws and prompts are independent of each other: each has its own seed, and what an engine answers does not hang on who else is
+there. So the run is cut into parts (`parts.py`), which `--workers` processes work off and `--journal` remembers.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import api
+from . import api, parts
 from .agreeing import agreeing_checkpoint
 from .batch import Segment
 from .cache import CacheSpec, KVPool
@@ -81,15 +83,19 @@ def chi_square(name: str, counts: dict[Any, int], expected: dict[Any, float]) ->
     return Test(name, total, len(cells), chi2, float(torch.special.gammaincc(half[0], half[1])))
 
 
-def tests_of_tokens(name: str, drawn: Sequence[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> list[Test]:
+def tests_of_tokens(name: str, counts: dict[tuple[int, ...], int], expected: dict[tuple[int, ...], float]) -> list[Test]:
     """The joint distribution of the tokens, and each one's own."""
-    out = [chi_square(f"{name}: all {TOKENS} tokens", Counter(drawn), expected)]
+    out = [chi_square(f"{name}: all {TOKENS} tokens", counts, expected)]
     for at in range(TOKENS):
-        own: dict[int, float] = {}
-        for tokens, p in expected.items():
-            own[tokens[at]] = own.get(tokens[at], 0.0) + p
-        out.append(chi_square(f"{name}: token {at + 1}", Counter(tokens[at] for tokens in drawn), own))
+        out.append(chi_square(f"{name}: token {at + 1}", _marginal(counts, at), _marginal(expected, at)))
     return out
+
+
+def _marginal(table: dict[tuple[int, ...], Any], at: int) -> dict[int, Any]:
+    own: dict[int, Any] = {}
+    for tokens, value in table.items():
+        own[tokens[at]] = own.get(tokens[at], 0) + value
+    return own
 
 
 def target_distribution(model, prompt: Sequence[int], params: api.SamplingParams) -> dict[tuple[int, ...], float]:
@@ -110,7 +116,7 @@ def target_distribution(model, prompt: Sequence[int], params: api.SamplingParams
     return out
 
 
-def draw_tokens(model, prompt: Sequence[int], sampling: dict, draws: int, **config) -> tuple[list[tuple[int, ...]], dict]:
+def draw_tokens(model, prompt: Sequence[int], sampling: dict, seeds: range, **config) -> tuple[list[tuple[int, ...]], dict]:
     """(the first TOKENS tokens of each draw, the engine's statistics). Every draw is a request with its own seed."""
     block = model.spec.block_tokens
     blocks = BATCH * (-(-(len(prompt) + OUTPUT) // block) + 1)
@@ -118,9 +124,9 @@ def draw_tokens(model, prompt: Sequence[int], sampling: dict, draws: int, **conf
         model, api.EngineConfig(num_blocks=blocks, max_num_seqs=BATCH, prefix_caching=False, rollback_gate=1.0, **config)
     )
     drawn: list[tuple[int, ...]] = []
-    for start in range(0, draws, BATCH):
+    for start in range(0, len(seeds), BATCH):
         todo = []
-        for seed in range(start, min(start + BATCH, draws)):
+        for seed in seeds[start : start + BATCH]:
             params = api.SamplingParams(**sampling, seed=seed, max_tokens=OUTPUT, ignore_eos=True)
             todo.append(api.EngineRequest(f"{seed}", prompt, [], params))
         drawn += [tuple(answer.choices[0].ids[:TOKENS]) for answer in collect(core, todo)]
@@ -134,41 +140,59 @@ def favourites(model, last: int, count: int = 4) -> list[int]:
     return [*model.logits(hidden)[0].topk(count).indices.tolist(), last]
 
 
-def distribution(model, prompt: Sequence[int], draws: int, cases=CASES) -> Iterator[Test]:
-    """The tests of each case, all drafts verified."""
-    for mode, sampling in cases:
-        params = api.SamplingParams(**sampling, max_tokens=OUTPUT, ignore_eos=True)
-        expected = target_distribution(model, prompt, params)
-        config = {"speculative": "dspark", "acceptance": mode, "draft_budget": 1 << 30}
-        drawn, stats = draw_tokens(model, prompt, sampling, draws, **config)
-        accepted, verified = (stats[f"drafts_{name}/position=1"] for name in ("accepted", "verified"))
-        assert 0 < accepted < verified, f"drafts must be accepted and rejected here: {accepted} of {verified} were"
-        settings = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
-        yield from tests_of_tokens(f"{mode}, {settings}", drawn, expected)
+@dataclass(slots=True)
+class Drawn:
+    """What some draws of a case gave: how often each TOKENS tokens came, and of their first drafts how many were looked at."""
+
+    counts: Counter
+    verified: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: Drawn) -> Drawn:
+        return Drawn(self.counts + other.counts, self.verified + other.verified, self.accepted + other.accepted)
+
+
+def draw_case(model, prompt: Sequence[int], case: tuple[str, dict], seeds: range) -> Drawn:
+    """Draws of one of CASES, all drafts verified."""
+    mode, sampling = case
+    config = {"speculative": "dspark", "acceptance": mode, "draft_budget": 1 << 30}
+    drawn, stats = draw_tokens(model, prompt, sampling, seeds, **config)
+    return Drawn(Counter(drawn), *(stats[f"drafts_{name}/position=1"] for name in ("verified", "accepted")))
+
+
+def tests_of_case(model, prompt: Sequence[int], case: tuple[str, dict], drawn: Drawn) -> list[Test]:
+    mode, sampling = case
+    assert 0 < drawn.accepted < drawn.verified, (
+        f"drafts must be accepted and rejected here: {drawn.accepted} of {drawn.verified} were"
+    )
+    expected = target_distribution(model, prompt, api.SamplingParams(**sampling, max_tokens=OUTPUT, ignore_eos=True))
+    settings = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+    return tests_of_tokens(f"{mode}, {settings}", drawn.counts, expected)
 
 
 # ---------------------------------------------------------------- greedy
 
 
-def greedy(model, prompts: int, output: int = 24, seed: int = 0, **config) -> dict:
-    """Greedy answers with drafts and without, for random prompts of 1 to 160 tokens."""
-    rng = np.random.default_rng(seed)
+def greedy(model, prompts: range, output: int = 24, **config) -> dict:
+    """Greedy answers with drafts and without, for random prompts of 1 to 160 tokens; each number is a prompt."""
     params = api.SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, logprobs=1)
-    todo = [
-        api.EngineRequest(f"{i}", rng.integers(3, model.vocab_size, int(rng.integers(1, 161))).tolist(), [], params)
-        for i in range(prompts)
-    ]
+    todo = []
+    for i in prompts:
+        rng = np.random.default_rng(i)
+        ids = rng.integers(3, model.vocab_size, int(rng.integers(1, 161))).tolist()
+        todo.append(api.EngineRequest(f"{i}", ids, [], params))
     said, stats = [], {}
     for speculation in ({}, {"speculative": "dspark", "draft_budget": 1 << 30, "rollback_gate": 1.0} | config):
         core = EngineCore(model, api.EngineConfig(num_blocks=256, **speculation))
         said.append([answer.choices[0] for answer in collect(core, todo)])
         stats = core.stats()
-    different = [i for i, (a, b) in enumerate(zip(*said, strict=True)) if a.ids != b.ids or a.logprobs != b.logprobs]
+    pairs = zip(prompts, *said, strict=True)
     return {
-        "prompts": prompts,
+        "prompts": len(prompts),
         "tokens": sum(len(choice.ids) for choice in said[1]),
-        "different": different,
-        "mean_accepted_length": stats["draft_window_tokens"] / max(stats["draft_windows"], 1),
+        "different": [i for i, a, b in pairs if a.ids != b.ids or a.logprobs != b.logprobs],
+        "windows": stats["draft_windows"],
+        "window_tokens": stats["draft_window_tokens"],
     }
 
 
@@ -231,21 +255,53 @@ class NoEarlyStop(Speculator):
     stops_early = False
 
 
-def counterexample(policy: type[Speculator], draws: int) -> tuple[list[int], Test]:
-    """(draws of each token, the test) of the second token, each draw by an engine that has seen nothing before."""
+def flip(policy: type[Speculator], seeds: range) -> list[int]:
+    """How often each token came second, each draw by an engine that has seen nothing before."""
     core = EngineCore(
         Coin(), api.EngineConfig(num_blocks=2, max_num_seqs=1, speculative="dspark", acceptance="standard", draft_budget=0)
     )
     counts: Counter[int] = Counter()
-    for seed in range(draws):
+    for seed in seeds:
         core.use(policy(Options(block=2, gate=1.0), FixedCosts()))
         params = api.SamplingParams(seed=seed, max_tokens=4)
         counts[collect(core, [api.EngineRequest(f"{seed}", [0], [], params)])[0].choices[0].ids[1]] += 1
+    return [counts[0], counts[1]]
+
+
+def test_of_flips(policy: type[Speculator], counts: Sequence[int]) -> Test:
     name = "with early stop" if policy.stops_early else "without early stop"
-    return [counts[0], counts[1]], chi_square(name, counts, {0: 0.7, 1: 0.3})
+    return chi_square(name, dict(enumerate(counts)), {0: 0.7, 1: 0.3})
 
 
 # ---------------------------------------------------------------- the command
+
+POLICIES = {"early stop": Speculator, "no early stop": NoEarlyStop}
+SIZES = {"greedy": 10, "draws": 4 * BATCH, "flips": 1000}  # prompts, draws of a part: under half a minute each
+
+
+class Worker:
+    """Makes parts, with a model of its own. `path`: the checkpoint."""
+
+    def __init__(self, path: str) -> None:
+        torch.set_num_threads(1)
+        self.model = load_model(path, numerics="exact", batch_invariant=True)
+        self.prompt = favourites(self.model, 95)
+
+    def __call__(self, part: parts.Part) -> Any:
+        """A JSON value."""
+        if part.kind == "greedy":
+            return greedy(self.model, part.numbers)
+        if part.kind == "flips":
+            return flip(POLICIES[part.of], part.numbers)
+        drawn = draw_case(self.model, self.prompt, CASES[int(part.of)], part.numbers)
+        return [[[list(tokens), count] for tokens, count in drawn.counts.items()], drawn.verified, drawn.accepted]
+
+
+def all_parts(prompts: int, draws: int) -> list[parts.Part]:
+    """The dearest first, so that no worker begins a long part when the others are through."""
+    out = [part for case in range(len(CASES)) for part in parts.cut("draws", str(case), draws, SIZES["draws"])]
+    out += parts.cut("greedy", "", prompts, SIZES["greedy"])
+    return out + [part for policy in POLICIES for part in parts.cut("flips", policy, draws, SIZES["flips"])]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -253,24 +309,40 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", help="a checkpoint with a draft (default: a small random one whose draft often agrees)")
     parser.add_argument("--prompts", type=int, default=500, help="greedy answers to compare (default 500)")
     parser.add_argument("--draws", type=int, default=20_000, help="of each distribution (default 20000)")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
+    parser.add_argument("--workers", type=int, default=1, help="processes, of one thread each (default 1)")
+    parser.add_argument("--journal", type=Path, help="a file of finished parts: a run that was stopped goes on from there")
     args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as scratch:
-        path = args.model or agreeing_checkpoint(Path(scratch) / "model")
-        model = load_model(path, numerics="exact", batch_invariant=True)
-    good = True
-    report = greedy(model, args.prompts)
-    print("greedy " + json.dumps(report), flush=True)
-    good &= not report["different"]
-    level = ALPHA / (len(CASES) * (TOKENS + 1) + 2)
+        path = str(args.model or agreeing_checkpoint(Path(scratch) / "model"))
+        here = Worker(path)
+        journal = parts.Journal(args.journal, parts.digest_of(Path(__file__).parent, here.model.checkpoint_digest))
+        done = parts.work(all_parts(args.prompts, args.draws), Worker, path, args.workers, journal)
+    return 0 if report(here.model, here.prompt, done) else 1
+
+
+def report(model, prompt: Sequence[int], done: dict[parts.Part, Any]) -> bool:
+    """Print what the parts say together; whether all of it is as it must be."""
+    by: dict[tuple[str, str], list] = {}
+    for part, value in done.items():
+        by.setdefault((part.kind, part.of), []).append(value)
+    answers = by["greedy", ""]
+    different = sorted(i for answer in answers for i in answer["different"])
+    total = {name: sum(answer[name] for answer in answers) for name in ("prompts", "tokens", "windows", "window_tokens")}
+    length = total["window_tokens"] / max(total["windows"], 1)
+    print(f"greedy {total['prompts']} prompts, {total['tokens']} tokens, {length:.2f} a window; different: {different}")
+    good = not different
+    level = ALPHA / (len(CASES) * (TOKENS + 1) + len(POLICIES))
     print(f"chi-square; {ALPHA:g} over all tests is {level:.2g} for each", flush=True)
-    for test in distribution(model, favourites(model, 95), args.draws):
-        good &= _show(test, test.p >= level)
-    for policy in (Speculator, NoEarlyStop):
-        counts, test = counterexample(policy, args.draws)
-        good &= _show(test, (test.p >= level) == policy.stops_early, f"shares {counts[0] / args.draws:.3f}")
-    return 0 if good else 1
+    for number, case in enumerate(CASES):
+        values = by["draws", str(number)]
+        drawn = sum((Drawn(Counter({tuple(t): n for t, n in v[0]}), *v[1:]) for v in values), Drawn(Counter()))
+        for test in tests_of_case(model, prompt, case, drawn):
+            good &= _show(test, test.p >= level)
+    for name, policy in POLICIES.items():
+        counts = [sum(pair) for pair in zip(*by["flips", name], strict=True)]
+        test = test_of_flips(policy, counts)
+        good &= _show(test, (test.p >= level) == policy.stops_early, f"shares {counts[0] / sum(counts):.3f}")
+    return good
 
 
 def _show(test: Test, good: bool, more: str = "") -> bool:
