@@ -1,6 +1,7 @@
 """The one place that imports Triton. Without it every reference still works and a kernel launch says what to install.
 
-Kernels are plain Triton: no inline assembly and no back-end intrinsics, so any Triton back end can compile them. Set
+Kernels are plain Triton, so any Triton back end can compile them. (One decoder has a line of NVIDIA's assembly beside the plain
+form, chosen by a table: `gemm_upcast`.) Set
 TRITON_INTERPRET=1 before the first import of this package to run the kernels on a CPU (slow; for correctness only).
 """
 
@@ -66,6 +67,12 @@ def processor_count(device: torch.device | None = None) -> int:
     if INTERPRETED or not torch.cuda.is_available():
         return 4
     return torch.cuda.get_device_properties(device or torch.cuda.current_device()).multi_processor_count
+
+
+@functools.lru_cache(maxsize=1)
+def has_bf16_pairs() -> bool:
+    """Whether the device multiplies two bf16 in one instruction that NVIDIA's assembly can name."""
+    return torch.version.cuda is not None and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 _workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}  # registry: one scratch space per device

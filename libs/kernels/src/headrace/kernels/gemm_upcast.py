@@ -6,6 +6,8 @@ unit one bf16 product is faster than a promotion every 32 columns. Weights W [n,
   bf16    plain
   fp8     e4m3, a UE8M0 scale per 32x32 block: scale [ceil(n / 32), k / 32]
   mxfp4   e2m1 packed [n, k / 2], even column in the low nibble, a UE8M0 scale per row and 32 columns: scale [n, k / 32]
+  fp8_words, mxfp4_words   the same values as `pack_words` lays them out once, at load: int32 words that decode to pairs of
+          bf16 by shifts, masks and one multiplication, in the order in which the matrix unit wants them
 X is bf16, or e4m3 with a UE8M0 scale per row and 32 columns. The weight is always the left operand: a few token rows then
 fill a narrow tile. Grouped row layouts are those of `gemm_fp8`. Source: DeepSeek-V4.1 release, quantised linears.
 """
@@ -13,12 +15,17 @@ fill a narrow tile. Grouped row layouts are those of `gemm_fp8`. Source: DeepSee
 import torch
 
 from headrace.kernels import quantize, tuning
-from headrace.kernels._triton import cdiv, dot, tl, triton, workspace
-from headrace.kernels.attention_core import decode_e2m1
+from headrace.kernels._triton import _INTERPRETED, cdiv, dot, tl, triton, workspace
+from headrace.kernels.attention_core import decode_e2m1, unpack_bf16
 from headrace.kernels.gemm_fp8 import _splits, _tile_rows
 
-FORMATS = {"bf16": 0, "fp8": 1, "mxfp4": 2}
+FORMATS = {"bf16": 0, "fp8": 1, "mxfp4": 2, "fp8_words": 3, "mxfp4_words": 4}
+VALUES = {"bf16": 1, "fp8": 1, "mxfp4": 2, "fp8_words": 4, "mxfp4_words": 8}  # per element of the weight's tensor
+PACKED = {"fp8": "fp8_words", "mxfp4": "mxfp4_words"}
 STEP = 128  # columns of k per step
+# A packed value's bits, read as bf16, are 2^-120 (e4m3) or 2^-126 (e2m1) of it. Scales are stored as the exponent of the bf16
+# factor that makes up for that, but for 2^48: factors up to 2^176 / 2^182 of a UE8M0 byte then fit, and sums take the rest.
+FIELD = {"fp8_words": 120 - 48, "mxfp4_words": 126 - 48}
 
 
 def dequantize_weight(weight: torch.Tensor, scale: torch.Tensor | None, name: str, dtype=torch.float32) -> torch.Tensor:
@@ -28,6 +35,37 @@ def dequantize_weight(weight: torch.Tensor, scale: torch.Tensor | None, name: st
     if name == "fp8":
         return quantize.dequantize_block_fp8(weight, scale, 32, dtype)
     return quantize.dequantize_mxfp4(weight, scale, dtype)
+
+
+def pack_words(weight: torch.Tensor, scale: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """(W [..., n, k], its scale, "fp8" or "mxfp4") -> (words int32, scales int32 [..., k / 128, scale rows], packed name).
+
+    Each 128 columns of a row stay together. mxfp4: 16 words; word w holds in its halves h = 0 (low), 1 the columns
+    32 i + 2 w + h, i = 0..3, whose bits s e1 e0 m lie at `_E2M1_BITS[i]`. fp8: 32 words; half h holds columns 2 w + h in its
+    upper and 64 + 2 w + h in its lower byte. A scale word holds the four scales of 128 columns, low byte first.
+    """
+    field = scale.view(torch.uint8).int() + FIELD[PACKED[name]]
+    if int(field.max()) > 254:
+        highest = 254 - FIELD[PACKED[name]]
+        raise ValueError(
+            f"{name} scale 2^{int(scale.view(torch.uint8).max()) - 127} is above 2^{highest - 127}, the largest packed"
+        )
+    fields = field.unflatten(-1, (-1, 4)).to(torch.uint8).view(torch.int32).squeeze(-1).transpose(-1, -2).contiguous()
+    raw = weight.view(torch.uint8)
+    if name == "fp8":
+        halves = raw.unflatten(-1, (-1, 2, 32, 2)).flip(-3).movedim(-3, -1)  # [..., atom, w, h, lower or upper byte]
+        return halves.contiguous().flatten(-4).view(torch.int32), fields, PACKED[name]
+    code = torch.stack([raw & 15, raw >> 4], -1).flatten(-2).int().unflatten(-1, (-1, 4, 16, 2))  # [..., atom, i, w, h]
+    half = torch.zeros_like(code.select(-3, 0))
+    for i, places in enumerate(_E2M1_BITS):
+        for bit, place in zip((3, 2, 1, 0), places, strict=True):
+            half |= (code.select(-3, i) >> bit & 1) << place
+    return half.to(torch.int16).flatten(-3).view(torch.int32), fields, PACKED[name]
+
+
+# bf16 keeps s at bit 15 and the low exponent bits and the first mantissa bit at 8, 7, 6. Three values fit a half so that one
+# shift brings them there; the fourth takes what is left.
+_E2M1_BITS = ((15, 8, 7, 6), (9, 2, 1, 0), (12, 5, 4, 3), (14, 13, 10, 11))
 
 
 def gemm_upcast_reference(
@@ -60,17 +98,19 @@ def gemm_upcast(
     group_of_row: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     expected_rows: int | None = None,
+    alignment: int = 128,
     out_dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     """x bf16 or e4m3 [m, k] (masked: [G, m, k]), weight [n, k] or [G, n, k] in format `name`, both contiguous.
 
     k is a multiple of 128. Give group_of_row int32 [m] or counts int32 [G] with a grouped weight. Returns [m, n] or
-    [G, m, n] in out_dtype; rows without a group are not written. `batch_invariant`: one tile and no split for every m.
+    [G, m, n] in out_dtype; rows without a group are not written. A group's contiguous rows begin at a multiple of `alignment`
+    (16 to 128). `expected_rows` per group only chooses the tile. `batch_invariant`: one tile and no split for every m.
     """
     weight, scale = (t if t is None or t.dim() == 3 else t.unsqueeze(0) for t in (weight, scale))
     groups, n = weight.shape[:2]
-    k = weight.shape[2] * (2 if name == "mxfp4" else 1)
+    k = weight.shape[2] * VALUES[name]
     m = x.shape[-2]
     if x.shape[-1] != k or k % STEP:
         raise ValueError(f"x has {x.shape[-1]} columns and the weight {k}: must agree and be a multiple of {STEP}")
@@ -82,16 +122,27 @@ def gemm_upcast(
     busy = min(m, expected_rows or (m if masked or group_of_row is None else cdiv(m, groups)))
     config = tuning.gemm_upcast(name, busy, n, k, batch_invariant)
     bm, bn = config["BLOCK_M"], config["BLOCK_N"]
+    if group_of_row is not None:
+        bm = min(bm, alignment)  # a tile has rows of one group
     mode = 2 if masked else 1 if group_of_row is not None else 0
     row_tiles, column_tiles = cdiv(m, bm), cdiv(n, bn)
     grid_m = row_tiles * (groups if masked else 1)
+    atoms = config.get("ATOMS", 1)
+    atoms = atoms if k % (STEP * atoms) == 0 else 1
     splits = 1
     if mode == 0 and not batch_invariant:
-        splits = _splits(grid_m * column_tiles, k // STEP, config["WAVES"])
+        splits = _splits(grid_m * column_tiles, k // (STEP * atoms), config["WAVES"])
     partial, counter = workspace(x.device, splits * rows * n if splits > 1 else 1, grid_m * column_tiles)
     words = x if scale is None else scale.contiguous().view(torch.uint8).view(torch.int32)
     x_words = x if x_scale is None else x_scale.contiguous().view(torch.uint8).view(torch.int32)
     index = counts if masked else group_of_row if mode == 1 else x
+    if name in FIELD:
+        _words_kernel[(column_tiles, grid_m, splits)](
+            x.contiguous(), x if x_scale is None else x_scale.contiguous(), weight, scale, index, out, partial, counter,
+            m, rows, n, scale.shape[2], K=k, MODE=mode, VALUES=VALUES[name], X_FP8=x_scale is not None, SPLIT=splits > 1,
+            BLOCK_M=bm, BLOCK_N=bn, ATOMS=atoms, PAIRS=config["PAIRS"], STAGES=config["STAGES"], num_warps=config["num_warps"],
+        )  # fmt: skip
+        return out
     _upcast_kernel[(column_tiles, grid_m, splits)](
         x.contiguous(), x_words, weight if name == "bf16" else weight.view(torch.uint8), words, index, out, partial, counter,
         m, rows, n, cdiv(n, 32) if name == "fp8" else n,
@@ -115,6 +166,8 @@ def _upcast_kernel(
     split = tl.program_id(2)
     splits = tl.num_programs(2)
     per_split = tl.cdiv(STEPS, splits)
+    begin, end = split * per_split, tl.minimum((split + 1) * per_split, STEPS)
+    tl.assume(begin < end)  # a loop that may be empty keeps products from overlapping
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     within = column < n
     row = row.to(tl.int64)
@@ -126,7 +179,7 @@ def _upcast_kernel(
     k = tl.arange(0, 128)
     x_row = row[:, None] * K
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for step in tl.range(split * per_split, tl.minimum((split + 1) * per_split, STEPS), num_stages=STAGES):
+    for step in tl.range(begin, end, num_stages=STAGES):
         x = tl.load(x_ptr + x_row + (step * 128 + k)[None, :], mask=live[:, None], other=0.0)
         if X_FP8:
             x_scale = _ue8m0_word(tl.load(x_scale_ptr + row * STEPS + step, mask=live, other=0))
@@ -144,21 +197,132 @@ def _upcast_kernel(
                 value = tl.reshape(tl.join(even, odd), [BLOCK_N, 128])
                 w = _scale_groups(value, scale * 16384.0)
         acc = dot(w, tl.trans(x), acc)
+    _store_product(acc, row, live, column, within, tile, split, out_ptr, partial_ptr, counter_ptr, rows, n, SPLIT)
+
+
+@triton.jit
+def _store_product(
+    acc, row, live, column, within, tile, split, out_ptr, partial_ptr, counter_ptr, rows, n, SPLIT: tl.constexpr
+):  # fmt: skip
+    """acc [BLOCK_N, BLOCK_M] -> out [rows, n]; of a split sum, the last program to arrive adds the parts in order."""
     at = row[None, :] * n + column[:, None]
     mask = live[None, :] & within[:, None]
     if SPLIT:
+        splits = tl.num_programs(2)
         tl.store(partial_ptr + split.to(tl.int64) * rows * n + at, acc, mask=mask)
         tl.debug_barrier()  # every thread's part is written before this program says so
         slot = counter_ptr + tile * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(slot, 1, sem="acq_rel") != splits - 1:
-            return
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        part_at = partial_ptr + at
-        for _ in range(splits):
-            acc += tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg")
-            part_at += rows * n
-        tl.store(slot, 0)
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        if tl.atomic_add(slot, 1, sem="acq_rel") == splits - 1:
+            total = tl.zeros(acc.shape, tl.float32)
+            part_at = partial_ptr + at
+            for _ in range(splits):
+                total += tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg")
+                part_at += rows * n
+            tl.store(slot, 0)
+            tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _words_kernel(
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, index_ptr, out_ptr, partial_ptr, counter_ptr, m, rows, n, scale_rows,
+    K: tl.constexpr, MODE: tl.constexpr, VALUES: tl.constexpr, X_FP8: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ATOMS: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `_upcast_kernel`, for packed weights. A step takes ATOMS times 128 columns; each of its VALUES / 2 pieces is a product
+    of its own, whose left operand is decoded where the words were loaded: nothing moves between threads."""
+    PIECES: tl.constexpr = VALUES // 2
+    WORDS: tl.constexpr = ATOMS * 128 // VALUES
+    PART: tl.constexpr = 128 // PIECES  # columns of a piece in each atom
+    STEPS: tl.constexpr = K // (128 * ATOMS)
+    tile = tl.program_id(1)
+    group, first, row, live = _tile_rows(index_ptr, tile, m, tl.cdiv(m, BLOCK_M), MODE, BLOCK_M)
+    if group < 0:
+        return
+    split = tl.program_id(2)
+    per_split = tl.cdiv(STEPS, tl.num_programs(2))
+    begin, end = split * per_split, tl.minimum((split + 1) * per_split, STEPS)
+    tl.assume(begin < end)  # a loop that may be empty keeps products from overlapping
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    within = column < n
+    row = row.to(tl.int64)
+    inside = tl.where(within, column, 0)
+    word_at = w_ptr + (group * n + inside).to(tl.int64)[:, None] * (K // VALUES) + tl.arange(0, WORDS)[None, :]
+    if VALUES == 4:
+        inside = inside // 32
+    atom = tl.arange(0, ATOMS)
+    scale_at = w_scale_ptr + (group.to(tl.int64) * (K // 128) + atom)[None, :] * scale_rows + inside[:, None]
+    part = tl.arange(0, ATOMS * PART)
+    x_at = x_ptr + row[:, None] * K + (part // PART * 128 + part % PART)[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for step in tl.range(begin, end, num_stages=STAGES):
+        words = tl.load(word_at + step * WORDS)
+        scale = tl.load(scale_at + step * ATOMS * scale_rows)
+        for i in tl.static_range(PIECES):
+            x = tl.load(x_at + step * (ATOMS * 128) + i * PART, mask=live[:, None], other=0.0)
+            if X_FP8:
+                block = step * (ATOMS * 4) + part // PART * 4 + (i * PART + part % PART) // 32
+                byte = tl.load(x_scale_ptr + row[:, None] * (K // 32) + block[None, :], mask=live[:, None], other=0)
+                x = (x.to(tl.float32) * (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)).to(tl.bfloat16)
+            acc = dot(_decode_words(words, scale, i, VALUES, PAIRS), tl.trans(x), acc)
+    acc *= 281474976710656.0  # 2^48: see FIELD
+    _store_product(acc, row, live, column, within, tile, split, out_ptr, partial_ptr, counter_ptr, rows, n, SPLIT)
+
+
+@triton.jit
+def _decode_words(words, scale, PIECE: tl.constexpr, VALUES: tl.constexpr, PAIRS: tl.constexpr):
+    """Packed int32 [R, W] and scale words [R, ATOMS] -> piece PIECE as bf16 [R, 2 W], 2^-48 of its value (`pack_words`).
+
+    PAIRS: 0 multiplies element by element, in plain Triton; 1 two at a time in NVIDIA's assembly, with the same result.
+    """
+    R: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    ATOMS: tl.constexpr = scale.shape[1]
+    SIGN: tl.constexpr = -2147450880  # bit 15 of both halves, as int32
+    BLOCKS: tl.constexpr = 8 // VALUES  # scales of a piece in each atom
+    if VALUES == 8:
+        ALL: tl.constexpr = SIGN + 0x01C001C0
+        if PIECE == 0:
+            bits = words & ALL
+        elif PIECE == 1:
+            bits = (words << 6) & ALL
+        elif PIECE == 2:
+            bits = (words << 3) & ALL
+        else:
+            bits = ((words << 1) & SIGN) | ((words >> 5) & 0x01400140) | ((words >> 3) & 0x00800080)
+    else:
+        if PIECE == 0:
+            bits = (words & SIGN) | ((words >> 4) & 0x07F007F0)
+        else:
+            bits = ((words << 8) & SIGN) | ((words << 4) & 0x07F007F0)
+    if BLOCKS == 1:
+        field = _exponent(scale, PIECE)[:, :, None]
+    else:
+        field = tl.join(_exponent(scale, 2 * PIECE), _exponent(scale, 2 * PIECE + 1))  # [R, ATOMS, 2]
+        field = tl.reshape(field, [R, ATOMS * 2, 1])
+    field = tl.reshape(tl.broadcast_to(field, [R, ATOMS * BLOCKS, W // (ATOMS * BLOCKS)]), [R, W])
+    if _INTERPRETED:
+        factor = (field << 16).to(tl.float32, bitcast=True)
+        low, high = (bits << 16).to(tl.float32, bitcast=True), (bits & -65536).to(tl.float32, bitcast=True)
+        return tl.reshape(tl.join(low * factor, high * factor), [R, 2 * W]).to(tl.bfloat16)
+    elif PAIRS:
+        bits = tl.inline_asm_elementwise(
+            "mul.bf16x2 $0, $1, $2;", "=r,r,r", [bits, field * 65537], dtype=tl.int32, is_pure=True, pack=1
+        )
+        return unpack_bf16(bits)
+    else:
+        factor = tl.reshape(tl.join(field, field), [R, 2 * W]).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return unpack_bf16(bits) * factor
+
+
+@triton.jit
+def _exponent(scale, BYTE: tl.constexpr):
+    """Byte BYTE of int32 as the exponent bits of a bf16."""
+    if BYTE == 0:
+        return (scale << 7) & 0x7F80
+    else:
+        return (scale >> (8 * BYTE - 7)) & 0x7F80
 
 
 @triton.jit

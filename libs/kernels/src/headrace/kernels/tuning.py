@@ -3,7 +3,7 @@
 A row is data for one source: no kernel is forked for a device. `headrace.kernels.tune` searches for better rows.
 """
 
-from headrace.kernels._triton import INTERPRETED
+from headrace.kernels._triton import INTERPRETED, has_bf16_pairs
 
 
 def sparse_attention(layout: str, dim: int) -> dict[str, int]:
@@ -50,10 +50,12 @@ def gemm_fp8(kind: str, m: int, n: int, k: int, batch_invariant: bool) -> dict[s
     return {"NARROW": 0, "BLOCK_M": 64, "BLOCK_N": 128, "HALVES": 1, "GROUP_M": group_m, "STAGES": 3, "num_warps": 4}
 
 
-
 def gemm_upcast(name: str, m: int, n: int, k: int, batch_invariant: bool) -> dict[str, int]:
+    """ATOMS: times 128 columns of K in a step, PAIRS: how two values are scaled, both of packed formats."""
     if INTERPRETED:
-        return {"BLOCK_M": 16, "BLOCK_N": 32, "WAVES": 2, "STAGES": 1, "num_warps": 4}
+        return {"BLOCK_M": 16, "BLOCK_N": 32, "ATOMS": 1 + m % 2, "PAIRS": 0, "WAVES": 2, "STAGES": 1, "num_warps": 4}
+    if name.endswith("_words"):
+        return _gemm_words(name, m, batch_invariant)
     if batch_invariant:
         return {"BLOCK_M": 64, "BLOCK_N": 128, "WAVES": 1, "STAGES": 3, "num_warps": 4}
     if m <= 32:
@@ -65,6 +67,15 @@ def gemm_upcast(name: str, m: int, n: int, k: int, batch_invariant: bool) -> dic
     if m < 160 or name == "bf16" or (name == "mxfp4" and m >= 1024):
         return {"BLOCK_M": 128, "BLOCK_N": 64, "WAVES": 1, "STAGES": 3, "num_warps": 4}
     return {"BLOCK_M": 256, "BLOCK_N": 128, "WAVES": 1, "STAGES": 3, "num_warps": 8}
+
+
+def _gemm_words(name: str, m: int, batch_invariant: bool) -> dict[str, int]:
+    shared = {"ATOMS": 2 if name == "mxfp4_words" else 1, "PAIRS": int(has_bf16_pairs())}
+    if batch_invariant or 32 < m <= 64:
+        return shared | {"BLOCK_M": 64, "BLOCK_N": 128, "WAVES": 1, "STAGES": 3, "num_warps": 4}
+    if m <= 32:
+        return shared | {"BLOCK_M": 16 if m <= 16 else 32, "BLOCK_N": 128, "WAVES": 3, "STAGES": 4, "num_warps": 8}
+    return shared | {"BLOCK_M": 128, "BLOCK_N": 128, "WAVES": 1, "STAGES": 3, "num_warps": 8}
 
 
 def indexer() -> dict[str, int]:

@@ -16,6 +16,8 @@ DENSE = [
 CONTIGUOUS = [(48, 8064, 4608, 5120), (48, 9344, 5120, 2304), (8, 30848, 4608, 5120), (8, 34944, 5120, 2304)]
 # groups, rows each on average, n, k
 MASKED = [(48, 20, 4608, 5120), (48, 20, 5120, 2304), (48, 98, 4608, 5120), (32, 20, 4096, 7168), (32, 202, 4096, 7168)]
+# bytes of an upcast weight's element, its share of a scale included
+BYTES = {"bf16": 2.0, "fp8": 1 + 1 / 1024, "mxfp4": 0.5 + 1 / 32, "fp8_words": 1 + 1 / 1024, "mxfp4_words": 0.5 + 1 / 32}
 
 
 def cases() -> Iterator[Case]:
@@ -37,7 +39,7 @@ def cases() -> Iterator[Case]:
         yield contiguous_fp8(groups, m, n, k, "full", timed=True)
     for groups, rows, n, k in MASKED:
         yield masked_fp8(groups, rows, n, k, "full", timed=True)
-    for name in ("bf16", "fp8", "mxfp4"):
+    for name in ("bf16", "fp8", "mxfp4", "fp8_words", "mxfp4_words"):
         for m, fp8 in [(3, False), (20, name != "bf16")]:
             yield upcast(name, m, 80, 512, fp8, "small")
         yield upcast(name, 5, 64, 256, False, "small", batch_invariant=True)
@@ -47,35 +49,34 @@ def cases() -> Iterator[Case]:
             yield upcast(name, m, 1120, 2304, name != "bf16", "full")
         for masked in (False, True):
             yield upcast_grouped(name, 6, 640, 1280, "full", masked)
+        yield upcast_grouped(name, 6, 640, 1280, "full", masked=False, rows=200)  # more rows than the alignment
     for n, k in [(1280, 5120), (32768, 1280), (5120, 8192), (4608, 5120)]:
         for m in (1, 64, 4096):
-            yield upcast("fp8", m, n, k, False, "full", timed=True)
+            for name in ("fp8", "fp8_words"):
+                yield upcast(name, m, n, k, False, "full", timed=True)
     for m in (1, 64):
         yield upcast("bf16", m, 129280, 5120, False, "full", timed=True)
-    for m in (1, 64, 4096):
-        yield upcast("mxfp4", m, 4608, 5120, False, "full", timed=True)
-    yield upcast_grouped("mxfp4", 48, 4608, 5120, "full", masked=True, rows=20, timed=True)
-    yield upcast_grouped("mxfp4", 48, 5120, 2304, "full", masked=True, rows=20, timed=True)
-    yield upcast_grouped("mxfp4", 48, 4608, 5120, "full", masked=False, rows=168, timed=True)
+    for name in ("mxfp4", "mxfp4_words"):
+        for m in (1, 64, 4096):
+            yield upcast(name, m, 4608, 5120, False, "full", timed=True)
+        yield upcast_grouped(name, 48, 4608, 5120, "full", masked=True, rows=20, timed=True)
+        yield upcast_grouped(name, 48, 5120, 2304, "full", masked=True, rows=20, timed=True)
+        yield upcast_grouped(name, 48, 4608, 5120, "full", masked=False, rows=168, timed=True)
 
 
-def upcast(
-    name: str, m: int, n: int, k: int, fp8: bool, size: str, timed: bool = False, batch_invariant: bool = False
-) -> Case:
+def upcast(name: str, m: int, n: int, k: int, fp8: bool, size: str, timed: bool = False, batch_invariant: bool = False) -> Case:
     def build(device: torch.device, seed: int) -> Problem:
-        weight, scale = _small_weight(name, (n, k), device, seed)
+        weight, stored = _small_weight(name, (n, k), device, seed)
         x, x_scale = _rows_of(m, k, fp8, device, seed + 1)
-        arguments = (x, weight, scale, name, x_scale)
         return Problem(
-            run=lambda: gemm_upcast.gemm_upcast(*arguments, batch_invariant=batch_invariant),
-            reference=lambda: gemm_upcast.gemm_upcast_reference(*arguments),
+            run=lambda: gemm_upcast.gemm_upcast(x, *weight, x_scale, batch_invariant=batch_invariant),
+            reference=lambda: gemm_upcast.gemm_upcast_reference(x, *stored, x_scale),
         )
 
-    size_of = {"bf16": 2.0, "fp8": 1 + 1 / 1024, "mxfp4": 0.5 + 1 / 32}[name]
     kind = "copy" if m <= 64 else "bf16"
     return Case(
         "gemm_upcast", f"{name} {m}x{n}x{k}" + " fp8 rows" * fp8 + " batch_invariant" * batch_invariant, build, 6e-3, size,
-        timed,        flops=2.0 * m * n * k, bytes=n * k * size_of + m * k * 2 + m * n * 2, ceiling=kind,
+        timed,        flops=2.0 * m * n * k, bytes=n * k * BYTES[name] + m * k * 2 + m * n * 2, ceiling=kind,
     )  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def upcast_grouped(
     m = 2 * rows if masked else groups * -(-rows // 128) * 128
 
     def build(device: torch.device, seed: int) -> Problem:
-        weight, scale = _small_weight(name, (groups, n, k), device, seed)
+        weight, stored = _small_weight(name, (groups, n, k), device, seed)
         g = generator(torch.device("cpu"), seed)
         x, _ = _rows_of(groups * m if masked else m, k, False, device, seed + 1)
         if masked:
@@ -102,30 +103,34 @@ def upcast_grouped(
         x[~written] = float("nan")
         others = {k: v for k, v in keys.items() if k != "expected_rows"}
         return Problem(
-            run=lambda: gemm_upcast.gemm_upcast(x, weight, scale, name, **keys),
-            reference=lambda: gemm_upcast.gemm_upcast_reference(x, weight, scale, name, **others),
+            run=lambda: gemm_upcast.gemm_upcast(x, *weight, **keys),
+            reference=lambda: gemm_upcast.gemm_upcast_reference(x, *stored, **others),
             select=lambda out: out[written],
         )
 
-    size_of = {"bf16": 2.0, "fp8": 1 + 1 / 1024, "mxfp4": 0.5 + 1 / 32}[name]
     total = groups * rows if masked else m
     return Case(
         f"grouped gemm_upcast {'masked' if masked else 'contiguous'}", f"{name} {groups} groups, ~{rows} rows, {n}x{k}", build,
-        6e-3, size, timed, flops=2.0 * total * n * k, bytes=groups * n * k * size_of + total * (2 * k + 2 * n),
+        6e-3, size, timed, flops=2.0 * total * n * k, bytes=groups * n * k * BYTES[name] + total * (2 * k + 2 * n),
         ceiling="copy" if masked else "bf16",
     )  # fmt: skip
 
 
 def _small_weight(name: str, shape: tuple[int, ...], device: torch.device, seed: int):
+    """((weight, scale, name) as the kernel takes them, the same as a checkpoint stores them)."""
     if name == "bf16":
-        return randn(shape, device, seed, torch.bfloat16), None
+        stored = randn(shape, device, seed, torch.bfloat16), None, name
+        return stored, stored
     g = generator(device, seed)
     *lead, n, k = shape
-    if name == "fp8":
+    form = name.removesuffix("_words")
+    if form == "fp8":
         scale = torch.randint(120, 130, (*lead, -(-n // 32), k // 32), generator=g, device=device)
-        return random_fp8(shape, device, seed), scale.to(torch.uint8)
-    packed = torch.randint(0, 256, (*lead, n, k // 2), generator=g, device=device, dtype=torch.uint8)
-    return packed, torch.randint(120, 130, (*lead, n, k // 32), generator=g, device=device).to(torch.uint8)
+        stored = random_fp8(shape, device, seed), scale.to(torch.uint8), form
+    else:
+        packed = torch.randint(0, 256, (*lead, n, k // 2), generator=g, device=device, dtype=torch.uint8)
+        stored = packed, torch.randint(120, 130, (*lead, n, k // 32), generator=g, device=device).to(torch.uint8), form
+    return (stored if form == name else gemm_upcast.pack_words(*stored)), stored
 
 
 def _rows_of(m: int, k: int, fp8: bool, device: torch.device, seed: int):

@@ -1,0 +1,288 @@
+"""Which form and configuration of the small-format products is fastest for a decode step of V4.1. Needs a GPU.
+
+    python -m headrace.kernels.tune_decode --seconds 150 [--json FILE] [--only TEXT]
+
+Shapes are those of the released model with 96 experts on the card (top 6, random routing) and its FP8 linears, at batch 1, 8,
+64 and 256. Compiles every candidate in parallel processes, checks each result against the reference, times it, and prints
+the best beside what `tuning` chooses for the stored formats. What is worth keeping goes by hand into `tuning`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+
+import torch
+
+from headrace.kernels import gemm_upcast, tuning
+from headrace.kernels.bench import measure_ceilings, time_graph
+from headrace.kernels.cases import generator, randn, random_fp8
+from headrace.kernels.cases.gemm import BYTES
+from headrace.kernels.check import relative_error
+
+EXPERTS, TOP_K = 96, 6
+CHECKED = 4  # groups whose result is compared
+BOUND = 6e-3
+MOE = [("w_in", 4608, 5120), ("w_out", 5120, 2304)]
+LINEAR = [
+    ("wq_a+wkv", 1792, 5120), ("wq", 32768, 1280), ("wo_b", 5120, 8192), ("shared_in", 4608, 5120),
+    ("shared_out", 5120, 2304), ("index wq", 4096, 1280),
+]  # fmt: skip
+BATCHES = (256, 64, 8, 1)
+
+
+@dataclasses.dataclass
+class Shape:
+    name: str
+    kind: str  # mxfp4, fp8: what is stored
+    batch: int
+    n: int
+    k: int
+    groups: int = 1
+
+    @property
+    def alignment(self) -> int:
+        mean = self.batch * TOP_K / self.groups
+        return 16 if mean <= 8 else 32 if mean <= 24 else 64
+
+
+def shapes() -> list[Shape]:
+    found = [Shape(name, "mxfp4", batch, n, k, EXPERTS) for batch in BATCHES for name, n, k in MOE]
+    found += [Shape(name, "fp8", batch, n, k) for batch in BATCHES for name, n, k in LINEAR]
+    return found
+
+
+def candidates(shape: Shape) -> list[dict]:
+    """Best guesses first: time may run out."""
+    if shape.kind == "mxfp4":
+        tiles = [(128, 8, 3), (64, 4, 3), (128, 4, 3), (256, 16, 3), (128, 8, 4), (64, 4, 4), (128, 4, 4), (256, 8, 3)]
+        found = [_config(shape.alignment, *tile, atoms, 1) for atoms in (2, 1) for tile in tiles]
+        found += [_config(shape.alignment, *tile, 1, 1) for tile in [(64, 4, 6), (128, 8, 6), (256, 16, 5)]]
+        return found + [_config(shape.alignment, *tile, 2, 0) for tile in tiles[:4]]
+    blocks = {1: (16,), 8: (16,), 64: (64,), 256: (128, 256)}[shape.batch]
+    tiles = [(128, 8, 3), (64, 4, 4), (128, 4, 3), (64, 4, 6)]
+    found = [_config(m, *tile, 1, 1, waves) for waves, m, tile in itertools.product((2, 4, 1), blocks, tiles)]
+    return found + [_config(blocks[0], *tile, 1, 0, 2) for tile in tiles[:2]]
+
+
+def _config(block_m: int, block_n: int, warps: int, stages: int, atoms: int, pairs: int, waves: int = 1) -> dict:
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "ATOMS": atoms, "PAIRS": pairs, "WAVES": waves, "STAGES": stages,
+            "num_warps": warps}  # fmt: skip
+
+
+class Experiment:
+    """One shape's inputs: `stored` and packed weights of the same values in the groups that are compared."""
+
+    def __init__(self, shape: Shape, device: torch.device, groups: int | None = None) -> None:
+        self.shape, self.device = shape, device
+        self.groups = groups or shape.groups
+        g = generator(device, 1)
+        if shape.kind == "mxfp4":
+            self._experts(g)
+        else:
+            self._linear(g)
+
+    def _experts(self, g: torch.Generator) -> None:
+        """Random bytes are weights in either layout; only the compared groups are packed from the stored ones."""
+        s, device = self.shape, self.device
+        chosen = torch.rand(s.batch, self.groups, generator=g, device=device).argsort(1)[:, :TOP_K]
+        counts = torch.bincount(chosen.flatten(), minlength=self.groups).cpu()
+        self.copies = 1 if int((counts > 0).sum()) > 16 else 4
+        lead = (self.copies, self.groups)
+        size = (*lead, s.n, s.k // 2)
+        self.stored = torch.randint(0, 256, size, generator=g, device=device, dtype=torch.uint8)
+        self.scale = torch.randint(118, 124, (*lead, s.n, s.k // 32), generator=g, device=device, dtype=torch.uint8)
+        self.words = self.stored.view(torch.int32).clone()
+        self.fields = torch.randint(196, 202, (*lead, s.k // 128, s.n * 4), generator=g, device=device, dtype=torch.uint8)
+        self.fields = self.fields.view(torch.int32)
+        self.compared = counts.nonzero().flatten()[:CHECKED].tolist()
+        for group in self.compared:
+            packed = gemm_upcast.pack_words(self.stored[0, group], self.scale[0, group], "mxfp4")
+            self.words[0, group], self.fields[0, group] = packed[:2]
+        self.layouts = {alignment: _rows(counts, alignment, device) for alignment in {s.alignment, 128}}
+        self.active = int((counts > 0).sum())
+        x = randn((s.batch * TOP_K, s.k), device, 3, torch.bfloat16)
+        self.x = {alignment: _spread(x, rows) for alignment, rows in self.layouts.items()}
+
+    def _linear(self, g: torch.Generator) -> None:
+        s, device = self.shape, self.device
+        self.copies = min(8, int(1.3e8 / (s.n * s.k)) + 2)
+        self.stored = random_fp8((self.copies, s.n, s.k), device, 5)
+        self.scale = torch.randint(
+            118, 124, (self.copies, s.n // 32, s.k // 32), generator=g, device=device, dtype=torch.uint8
+        )
+        self.words, self.fields, _ = gemm_upcast.pack_words(self.stored, self.scale, "fp8")
+        self.rows = randn((s.batch, s.k), device, 3, torch.bfloat16)
+        self.active = 1
+
+    def calls(self, packed: bool) -> list:
+        s = self.shape
+        weight, scale = (self.words, self.fields) if packed else (self.stored, self.scale)
+        name = s.kind + "_words" * packed
+        if s.kind == "fp8":
+            return [lambda i=i: gemm_upcast.gemm_upcast(self.rows, weight[i], scale[i], name) for i in range(self.copies)]
+        alignment = s.alignment if packed else 128  # as before packed formats
+        rows = self.layouts[alignment]
+        return [
+            lambda i=i: gemm_upcast.gemm_upcast(
+                self.x[alignment], weight[i], scale[i], name, group_of_row=rows, alignment=alignment,
+                expected_rows=alignment if packed else None,
+            )
+            for i in range(self.copies)
+        ]  # fmt: skip
+
+    def error(self, out: torch.Tensor) -> float:
+        """Of the compared groups' rows."""
+        return max(relative_error(out[rows], expected) for rows, expected in self.expected)
+
+    @functools.cached_property
+    def expected(self) -> list:
+        """(rows, what they should be) per compared group."""
+        s, reference = self.shape, gemm_upcast.gemm_upcast_reference
+        if s.kind == "fp8":
+            return [(slice(None), reference(self.rows, self.stored[0], self.scale[0], "fp8"))]
+        x, group_of_row = self.x[s.alignment], self.layouts[s.alignment]
+        where = [(group, group_of_row == group) for group in self.compared]
+        return [(rows, reference(x[rows], self.stored[0, g], self.scale[0, g], "mxfp4")) for g, rows in where]
+
+    @property
+    def bytes(self) -> float:
+        s = self.shape
+        rows = s.batch * (TOP_K if s.kind == "mxfp4" else 1)
+        return self.active * s.n * s.k * BYTES[s.kind] + 2 * rows * (s.k + s.n)
+
+
+def _rows(counts: torch.Tensor, alignment: int, device: torch.device) -> torch.Tensor:
+    """group_of_row as `routing.plan_rows` makes it, its fixed capacity included."""
+    total = int(counts.sum())
+    capacity = total + min(len(counts), total) * (alignment - 1)
+    rows = torch.full((-(-capacity // alignment) * alignment,), -1, dtype=torch.int32)
+    begin = 0
+    for group, count in enumerate(counts.tolist()):
+        rows[begin : begin + count] = group
+        begin += -(-count // alignment) * alignment
+    return rows.to(device)
+
+
+def _spread(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    out = torch.full((len(rows), x.shape[1]), float("nan"), dtype=x.dtype, device=x.device)
+    out[rows >= 0] = x
+    return out
+
+
+def with_config(config: dict, call):
+    """call() while `tuning` answers `config`."""
+    kept = tuning.gemm_upcast
+    tuning.gemm_upcast = lambda *_: config
+    try:
+        return call()
+    finally:
+        tuning.gemm_upcast = kept
+
+
+def compile_part(part: int, parts: int, wanted: list[Shape]) -> None:
+    """Launch the part's candidates once on a few groups: what they compile stays in Triton's cache folder."""
+    work = [(shape, config) for shape in wanted for config in candidates(shape)]
+    distinct = {}
+    for shape, config in work:  # experts' kernels do not depend on the batch, nor on n
+        rest = [shape.batch, shape.n] if shape.kind == "fp8" else []
+        distinct[json.dumps([shape.kind, shape.k, *rest, config])] = shape, config
+    inputs: dict[str, list] = {}
+    for shape, config in list(distinct.values())[part::parts]:
+        key = f"{shape.kind} {shape.batch} {shape.n} {shape.k}"
+        if key not in inputs:
+            inputs[key] = Experiment(shape, torch.device("cuda"), groups=8 if shape.groups > 1 else None).calls(True)
+        try:
+            with_config(config, inputs[key][0])
+        except Exception as error:  # a configuration may not fit the device
+            print(f"{shape.name} {config}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
+
+
+def tune(shape: Shape, device: torch.device, copy: float, deadline: float) -> dict | None:
+    if time.monotonic() > deadline:
+        return None
+    experiment = Experiment(shape, device)
+    row: dict = dataclasses.asdict(shape) | {"bytes": experiment.bytes, "found": []}
+    row["stored_us"] = time_graph(experiment.calls(False)) * 1e6
+    calls = experiment.calls(True)
+    for config in candidates(shape):
+        if time.monotonic() > deadline:
+            row["stopped"] = True
+            break
+        try:
+            error = experiment.error(with_config(config, calls[0]))
+            if not error <= BOUND:
+                raise ValueError(f"relative error {error}")
+            seconds = with_config(config, lambda: time_graph(calls))
+        except Exception as error:
+            row["found"].append({"config": config, "us": float("inf"), "why": f"{type(error).__name__}: {error}"[:120]})
+            continue
+        tbps = experiment.bytes / seconds / 1e12
+        row["found"].append({"config": config, "us": seconds * 1e6, "tbps": tbps, "of_copy": tbps * 1e12 / copy})
+    row["found"].sort(key=lambda f: f["us"])
+    return row
+
+
+def show(row: dict) -> str:
+    good = [f for f in row["found"] if f["us"] < float("inf")]
+    bad = len(row["found"]) - len(good)
+    line = f"{row['kind']:5} {row['name']:10} batch {row['batch']:3}: stored {row['stored_us']:7.1f} us"
+    for f in good[:3]:
+        c = f["config"]
+        short = "m{BLOCK_M} n{BLOCK_N} a{ATOMS} p{PAIRS} w{WAVES} s{STAGES} x{num_warps}".format(**c)
+        line += f" | {f['us']:7.1f} us {f['tbps']:.2f} TB/s {f['of_copy'] * 100:3.0f} % {short}"
+    plain = next((f for f in good if not f["config"]["PAIRS"]), None)
+    line += f" | plain {plain['us']:.1f}" if plain else ""
+    return line + (f" | {bad} failed: {row['found'][-1]['why'][:60]}" if bad else "")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="headrace.kernels.tune_decode", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=150.0, help="stop after about so long, compilation included")
+    parser.add_argument("--json", default="", help="write every timing to this file")
+    parser.add_argument("--only", default="", help="only shapes whose 'kind name batch' contains one of these, by |")
+    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="compiling processes")
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    begin = time.monotonic()
+    wanted = [s for s in shapes() if any(w in f"{s.kind} {s.name} {s.batch}" for w in options.only.split("|"))]
+    if options.part:
+        compile_part(*map(int, options.part.split("/")), wanted)
+        return 0
+    if not torch.cuda.is_available():
+        print("headrace.kernels.tune_decode needs a CUDA device: none is visible", file=sys.stderr)
+        return 2
+    command = [sys.executable, "-m", "headrace.kernels.tune_decode", "--only", options.only, "--part"]
+    jobs = [subprocess.Popen([*command, f"{i}/{options.jobs}"]) for i in range(options.jobs)]
+    for job in jobs:
+        try:
+            job.wait(max(0.1, begin + 0.6 * options.seconds - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            job.kill()
+    device = torch.device("cuda")
+    copy = measure_ceilings(device)["copy"]
+    print(f"compiled after {time.monotonic() - begin:.0f} s; copy {copy / 1e12:.2f} TB/s", flush=True)
+    rows = []
+    for shape in wanted:
+        row = tune(shape, device, copy, begin + options.seconds)
+        torch.cuda.empty_cache()
+        if row is None:
+            print(f"no time left for {shape.kind} {shape.name} batch {shape.batch}")
+            continue
+        rows.append(row)
+        print(show(row), flush=True)
+    best = {f"{r['kind']} {r['name']} {r['batch']}": r["found"][0]["config"] for r in rows if r["found"]}
+    print(json.dumps({"card": torch.cuda.get_device_name(), "copy": copy, "best": best}))
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"card": torch.cuda.get_device_name(), "copy": copy, "rows": rows}, file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
