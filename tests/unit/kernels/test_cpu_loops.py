@@ -103,6 +103,20 @@ def test_experts(rows, experts, top_k, monkeypatch):
     close(ours, without_loops(monkeypatch, lambda: moe(x)), 1e-5)
 
 
+def test_a_row_may_name_an_expert_twice_and_a_row_that_is_no_number_stays_one():
+    """A hash-routed row does it by its table, a NaN row by its gate: no score is the best there."""
+    moe = MoE(Config(), 5, 4).requires_grad_(False)
+    for seed, parameter in enumerate(moe.parameters()):
+        parameter.data = draw(*parameter.shape, seed=seed, scale=0.5)
+    x, chosen, weights = draw(20, 32, seed=9), torch.randint(0, 5, (20, 4)), draw(20, 4, seed=10)
+    with torch.inference_mode():
+        ours = moe.run(x, chosen, weights)
+        close(moe._dense(x, chosen, weights), ours, 1e-5)
+        close(moe._grouped(x, chosen, weights), ours, 1e-5)
+        x[3] = torch.nan
+        assert moe(x).isnan().all(1).nonzero().flatten().tolist() == [3]
+
+
 @pytest.mark.parametrize("chosen_width", [0, 6])
 def test_attention_of_rows_that_come_alone(chosen_width):
     rows, heads, dim, window, ring_rows = 5, 3, 8, 7, 9

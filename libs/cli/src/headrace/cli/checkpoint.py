@@ -13,7 +13,7 @@ from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
 from headrace.cli.supervisor import die_with_parent
 
-PRESETS = ("nano", "nano-vision", "tiny", "w16")
+PRESETS = ("nano", "nano-vision", "tiny", "w16", "v4-w16")
 MAKE_TIMEOUT = 300.0  # seconds
 BUNDLED = ("headrace-tiny", "headrace-nano")  # under models/ of a clone, the better one first
 

@@ -22,6 +22,7 @@ Its words mean nothing: nothing was learned. Everything else is real: shapes, nu
   nano   6 layers, hidden size 128: answers at once on one core
   tiny   8 layers, hidden size 256, window 128
   w16    8 layers, a window of 16 tokens: exact replay and long contexts are cheap, for tests
+  v4-w16 6 layers of V4 (window, CSA and HCA), a window of 16 tokens
 """
 
 

@@ -38,7 +38,7 @@ class CacheSpec:
     groups: tuple[PagedGroup, ...]
     state_bytes: int  # upper bound of one packed state
     numerics: str  # "exact" | "bounded"
-    keep_rows: int  # bounded: decoder layers run on the last `keep_rows` rows of a prompt; exact: 0
+    keep_rows: int  # bounded: decoder layers run on the last `keep_rows` rows of a prompt (0: no layer is one); exact: 0
     replay_rows: int  # rows before a hit that must be recomputed when no snapshot restores the state
     block_tokens: int = 128
 

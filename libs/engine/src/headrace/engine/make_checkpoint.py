@@ -1,7 +1,7 @@
 """Random checkpoints in exactly the released layout, for tests, benchmarks and a first run.
 
-Knows how to write what `models.v41.schema` lists. Weights are drawn so that logits have a sane spread and nothing
-hides a bug: norm weights are not 1, sinks and biases not 0. The words such a model says are random.
+Knows how to write what a family's `schema.checkpoint_schema` lists (V4.1 and V4). Weights are drawn so that logits have a
+sane spread and nothing hides a bug: norm weights are not 1, sinks and biases not 0. The words such a model says are random.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from tokenizers import Tokenizer
 
 from headrace.kernels.quantize import quantize_fp4_ue8m0, quantize_fp8_ue8m0
 
+from . import models
 from .checkpoint import INDEX
 from .config import parse_config
-from .models.v41.config import ModelConfig
+from .models.v4.config import FP8_BLOCK
 from .models.v41.engram import bucket_sizes, compressed_ids
-from .models.v41.schema import BLOCK, TensorSpec, checkpoint_schema, scale_name
+from .models.v41.schema import BLOCK, Schema, TensorSpec, scale_name
 
 SHARD_BYTES = 256 << 20  # a new shard begins above this; there are always at least two, and one more for Engram tables
 
@@ -77,6 +78,22 @@ PRESETS["w16-draft"] = PRESETS["w16"] | {
     "dspark_markov_rank": 16, "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 2,
 }  # fmt: skip
 PRESETS["nano-vision"] = PRESETS["nano"]
+V4 = "DeepseekV4ForCausalLM"
+# V4's own values of what both families have, and what V4.1 has not.
+_V4: dict[str, Any] = {
+    "architectures": [V4],
+    "model_type": "deepseek_v4",
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+# All three kinds of layer, a 16-token window, hashed first layers: exact replay costs 90 rows.
+PRESETS["v4-w16"] = _V4 | {
+    "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "head_dim": 32, "qk_rope_head_dim": 16, "q_lora_rank": 32, "o_lora_rank": 16, "o_groups": 2,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16, "compress_ratios": [0, 0, 4, 128, 4, 128],
+    "num_hash_layers": 2, "index_n_heads": 16, "index_head_dim": 32, "index_topk": 16,
+}  # fmt: skip
 # vision_config of the presets that see: images of 12 to 64 tokens.
 VISION: dict[str, dict[str, Any]] = {
     "nano-vision": {
@@ -88,7 +105,7 @@ VISION: dict[str, dict[str, Any]] = {
 
 
 def make_checkpoint(preset: str, seed: int, out: str | Path, *, tokenizer_json: dict[str, Any] | None = None) -> Path:
-    """Write a random checkpoint of a preset ("nano", "nano-vision", "tiny", "w16", "w16-draft") and return its directory.
+    """Write a random checkpoint of a preset (one of `PRESETS`) and return its directory.
 
     `tokenizer_json`: a decoded tokenizer.json; default is `small_tokenizer_json()`, one token per byte and V4.1's
     control tokens. Equal arguments give equal files.
@@ -106,9 +123,11 @@ def write_checkpoint(
     tokenizer_json: dict[str, Any] | None = None,
     vision: dict[str, Any] | None = None,
 ) -> Path:
-    """Write a random checkpoint with these text_config keys (over the common ones) and this vision_config, if any."""
+    """Write a random checkpoint with these text_config keys (over the common ones) and this vision_config, if any; of V4 when
+    `text` has its `architectures`."""
     tokenizer = json.dumps(tokenizer_json or small_tokenizer_json(), ensure_ascii=False, indent=1)
-    data = config_json(text, Tokenizer.from_str(tokenizer)) | ({"vision_config": vision} if vision else {})
+    make = v4_config_json if text.get("architectures") == [V4] else config_json
+    data = make(text, Tokenizer.from_str(tokenizer)) | ({"vision_config": vision} if vision else {})
     return save_checkpoint(random_values(parse_config(data), seed), data, tokenizer, out)
 
 
@@ -120,7 +139,7 @@ def save_checkpoint(
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     config = parse_config(data)
-    schema = checkpoint_schema(config)
+    schema = _schema(config)
     tensors: dict[str, torch.Tensor] = {}
     for name, value in values:
         if tuple(value.shape) != schema[name].shape:
@@ -171,22 +190,47 @@ def config_json(text: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     return root
 
 
+def v4_config_json(keys: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """V4's config.json, which is flat, in the released spelling."""
+    left_out = ("engram_", "dspark_")
+    common = {key: value for key, value in _COMMON.items() if not key.startswith(left_out)}
+    quantization = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "fmt": "e4m3", "scale_fmt": "ue8m0",
+    }  # fmt: skip
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    return {
+        "dtype": "bfloat16",
+        "expert_dtype": "fp4",
+        "vocab_size": size,
+        "quantization_config": quantization,
+        **common,
+        **keys,
+    }
+
+
 # ------------------------------------------------------------------ weights
 
 
-def random_values(config: ModelConfig, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the schema by name, fp32, drawn from `seed`."""
+def _schema(config: Any) -> Schema:
+    return models.module(config.family, "schema").checkpoint_schema(config)
+
+
+def random_values(config: Any, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the schema by name, fp32 (int64 where it is a table), drawn from `seed`."""
     rng = np.random.default_rng(seed)
-    for name, spec in checkpoint_schema(config).items():
+    for name, spec in _schema(config).items():
         yield name, torch.from_numpy(_draw(name, spec, config, rng))
 
 
 def store(name: str, spec: TensorSpec, value: torch.Tensor) -> dict[str, torch.Tensor]:
     """fp32 value -> the tensors that lie in a quantised checkpoint."""
+    if spec.kind == "i64":
+        return {name: value}
     if spec.kind in ("bf16", "f32"):
         return {name: value.to(torch.bfloat16 if spec.kind == "bf16" else torch.float32)}
     if spec.kind == "fp8":
-        weight, scale = quantize_blocks(value)
+        weight, scale = quantize_blocks(value, spec.block)
     elif spec.kind == "fp8_rows":
         weight, scale = quantize_fp8_ue8m0(value, BLOCK)
     else:
@@ -195,25 +239,30 @@ def store(name: str, spec: TensorSpec, value: torch.Tensor) -> dict[str, torch.T
     return {name: weight, scale_name(name): scale.view(torch.float8_e8m0fnu)}
 
 
-def quantize_blocks(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[out, in] -> E4M3 [out, in] and one UE8M0 byte per 32x32 block, [ceil(out/32), ceil(in/32)]."""
+def quantize_blocks(value: torch.Tensor, block: int = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """[out, in] -> E4M3 [out, in] and one UE8M0 byte per block of weights, [ceil(out / block), ceil(in / block)]."""
     out, width = value.shape
-    padded = torch.nn.functional.pad(value, (0, -width % BLOCK, 0, -out % BLOCK))
-    blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).transpose(1, 2)  # [R, C, 32, 32]
-    q, scale = quantize_fp8_ue8m0(blocks.flatten(2), BLOCK * BLOCK)
+    padded = torch.nn.functional.pad(value, (0, -width % block, 0, -out % block))
+    blocks = padded.unflatten(0, (-1, block)).unflatten(2, (-1, block)).transpose(1, 2)  # [R, C, block, block]
+    q, scale = quantize_fp8_ue8m0(blocks.flatten(2), block * block)
     q = q.view(torch.uint8).view(blocks.shape).transpose(1, 2).reshape(padded.shape)[:out, :width]
     return q.contiguous().view(torch.float8_e4m3fn), scale.squeeze(-1).contiguous()
 
 
-def _draw(name: str, spec: TensorSpec, config: ModelConfig, rng: np.random.Generator) -> np.ndarray:
+def _draw(name: str, spec: TensorSpec, config: Any, rng: np.random.Generator) -> np.ndarray:
+    if spec.kind == "i64":  # experts of a token, each at most once
+        everyone = np.arange(config.n_routed_experts)
+        return rng.permuted(np.tile(everyone, (spec.shape[0], 1)), axis=1)[:, : spec.shape[1]].copy()
     noise = rng.standard_normal(spec.shape, dtype=np.float32)
     leaf = name.rpartition(".")[2] if not name.endswith(".weight") else name.split(".")[-2]
     if "norm" in leaf or leaf in ("q_weight", "k_weight"):
         return 1 + 0.2 * noise
-    if leaf in ("hc_attn_scale", "hc_ffn_scale"):
+    if leaf in ("hc_attn_scale", "hc_ffn_scale", "hc_head_scale"):
         return 0.5 + 0.1 * noise
     if leaf in ("hc_attn_base", "hc_ffn_base"):
         return 0.5 * noise + _stream_bias(config.hc_mult)
+    if leaf in ("ape", "hc_head_base"):
+        return 0.5 * noise
     if leaf in ("bias", "bias_vl"):
         return 0.1 * noise
     if leaf == "attn_sink" or leaf.startswith("image_"):

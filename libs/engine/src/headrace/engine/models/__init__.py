@@ -14,6 +14,7 @@ FAMILIES = {
     "DeepseekV41ForCausalLM": "v41",
     "DeepseekV3ForCausalLM": "mla",
     "DeepseekV2ForCausalLM": "mla",
+    "DeepseekV4ForCausalLM": "v4",
 }
 UNNAMED = "DeepseekV41ForCausalLM"  # the flat inference/config.json of V4.1 names no architecture
 

@@ -34,11 +34,12 @@ def route(x, gate, bias, scale, chosen, weights):
 @compiled
 def experts(x, chosen, weights, w_in, w_out, limit, out):
     """out [T, d] = sum over a row's experts of weight * expert(row), and the shared expert. Expert by expert, so that the
-    weights of each are read once."""
+    weights of each are read once. A row may name an expert twice: then it counts twice."""
     rows, d = x.shape
     every, inter = w_in.shape[1], w_in.shape[2]
     out[:] = 0
-    mine, share, hidden = np.empty(rows, np.int64), np.empty(rows, np.float32), np.empty((rows, inter), np.float32)
+    most = rows * max(chosen.shape[1], 1)
+    mine, share, hidden = np.empty(most, np.int64), np.empty(most, np.float32), np.empty((most, inter), np.float32)
     for e in range(every):
         count = 0
         for t in range(rows):

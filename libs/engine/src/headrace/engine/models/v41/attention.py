@@ -170,7 +170,11 @@ class Pass:
             chosen = self.selection[chooser]
             missing = chosen < 0
             bias = torch.zeros(chosen.shape, device=chosen.device).masked_fill_(missing, -torch.inf).unsqueeze(1)
-            self.gathered[owner, chooser] = self._gather_main(owner, chosen.masked_fill(missing, 0)), bias
+            values = self._gather_main(owner, chosen.masked_fill(missing, 0))
+            nothing = missing.all(1)
+            if bool(nothing.any()):  # their entry 0 is not written yet: it may be anything, and 0 * NaN is not 0
+                values[nothing] = 0.0
+            self.gathered[owner, chooser] = values, bias
         return self.gathered[owner, chooser]
 
     def _gather_main(self, layer: int, chosen: torch.Tensor) -> torch.Tensor:

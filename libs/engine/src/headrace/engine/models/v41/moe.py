@@ -53,27 +53,37 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
         """[T, d] -> [T, d]; `image` bool [T] marks rows inside an image span."""
-        if image is None and x.shape[0] <= LOOP_ROWS and self._has_loop(x):
-            return self._few(x)
-        chosen, weights = self.route(x, image)
+        few = image is None and self._has_loop(x)
+        return self.run(x, *(self._route_few(x) if few else self.route(x, image)))
+
+    def run(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Rows [T, d] through their experts [T, k] with these weights [T, k], and through the shared one."""
+        if self._has_loop(x):
+            return self._run_few(x, chosen, weights)
         small = self.experts * self.inter * x.shape[1] <= DENSE_WEIGHTS
         if self.always_dense or small and (self.row_multiple > 1 or x.shape[0] <= DENSE_ROWS):
             return self._dense(x, chosen, weights)
         return self._grouped(x, chosen, weights)
 
     def _has_loop(self, x: torch.Tensor) -> bool:
-        plain = self.row_multiple == 1 and not self.always_dense and self.observe is None
-        return plain and loops_for(x, self.gate.weight, self.gate.bias, self.w_in, self.w_out) is not None
+        """Whether these rows are few enough for the compiled loops, and they can work on them."""
+        plain = x.shape[0] <= LOOP_ROWS and self.row_multiple == 1 and not self.always_dense and self.observe is None
+        return plain and loops_for(x, self.gate.weight, self.w_in, self.w_out) is not None
 
-    def _few(self, x: torch.Tensor) -> torch.Tensor:
-        """Few rows: routing and experts in two compiled calls."""
+    def _route_few(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         from headrace.kernels.cpu import experts as loops
 
-        rows, out = x.numpy(), torch.empty_like(x)
-        chosen, weights = np.empty((len(rows), self.top_k), np.int64), np.empty((len(rows), self.top_k), np.float32)
-        loops.route(rows, array(self.gate.weight), array(self.gate.bias), np.float32(self.routed_scale), chosen, weights)
-        limit = np.float32(self.limit)
-        loops.experts(rows, chosen, weights, array(self.w_in), array(self.w_out), limit, out.numpy())
+        chosen, weights = torch.empty(x.shape[0], self.top_k, dtype=torch.int64), torch.empty(x.shape[0], self.top_k)
+        scale = np.float32(self.routed_scale)
+        loops.route(x.numpy(), array(self.gate.weight), array(self.gate.bias), scale, chosen.numpy(), weights.numpy())
+        return chosen, weights
+
+    def _run_few(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        from headrace.kernels.cpu import experts as loops
+
+        out, limit = torch.empty_like(x), np.float32(self.limit)
+        w_in, w_out = array(self.w_in), array(self.w_out)
+        loops.experts(x.numpy(), chosen.numpy(), weights.numpy(), w_in, w_out, limit, out.numpy())
         return out
 
     def route(self, x: torch.Tensor, image: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +98,7 @@ class MoE(nn.Module):
 
     def _dense(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         rows, every = x.shape[0], self.experts + 1
-        spread = weights.new_zeros(rows, every).scatter_(1, chosen, weights)
+        spread = weights.new_zeros(rows, every).scatter_add_(1, chosen, weights)
         spread[:, self.experts] = 1.0
         wide = linear(x, self.w_in.flatten(0, 2), self.tile)
         hidden = self._activate(wide[:, : every * self.inter], wide[:, every * self.inter :])

@@ -3,7 +3,7 @@ share.
 
 Storage formats (`kind`):
   bf16, f32   plain
-  fp8         X.weight F8_E4M3 [out, in] + X.scale F8_E8M0 [ceil(out/32), ceil(in/32)]
+  fp8         X.weight F8_E4M3 [out, in] + X.scale F8_E8M0 [ceil(out/32), ceil(in/32)]   (V4: of 128x128 weights)
   fp4         X.weight I8 [out, in/2], two E2M1 per byte + X.scale F8_E8M0 [out, in/32]
   fp8_rows    X.weight F8_E4M3 [rows, dim] + X.scale F8_E8M0 [rows, dim/32]   (Engram tables)
 A checkpoint without quantization_config stores every tensor plainly, BF16 or F32, under the same names and without
@@ -24,6 +24,7 @@ BLOCK = 32
 class TensorSpec:
     kind: str  # "bf16" | "f32" | "fp8" | "fp4" | "fp8_rows"
     shape: tuple[int, ...]  # logical, before packing
+    block: int = BLOCK  # fp8: weights per scale, in both directions
 
     def stored(self, name: str, quantized: bool) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]:
         """What lies in the files: (name, accepted safetensors dtypes, shape) of the tensor and of its scale."""
@@ -34,7 +35,7 @@ class TensorSpec:
         else:
             out, columns = self.shape
             scale = {
-                "fp8": (-(-out // BLOCK), -(-columns // BLOCK)),
+                "fp8": (-(-out // self.block), -(-columns // self.block)),
                 "fp4": (out, columns // BLOCK),
                 "fp8_rows": (out, columns // BLOCK),
             }[self.kind]
