@@ -123,35 +123,36 @@ class SimShmPeer(ShmPeer):
         for (offset, nbytes), target in zip(ranges, targets, strict=True):
             if self.world.now > deadline:
                 raise DeadlineExceeded(f"reading from {self.instance} was not done before the deadline")
-            source = self._range(region, offset, nbytes)
-            await self._moment(lambda target=target, source=source: self._copy_now(target, source))
-            self._flip("Read", target)
+            source, fault = self._range(region, offset, nbytes), self.world.network.fault("Read")
+            await self._moment(lambda target=target, source=source: self._copy_now(target, source), fault)
+            self._flip(fault, target)
         return targets
 
     async def close(self) -> None:
         self.closed, self.reason = True, "closed here"
 
     async def _slice(self, region: str, offset: int, source: memoryview, generation: int) -> None:
-        target = self._range(region, offset, len(source))
+        target, fault = self._range(region, offset, len(source)), self.world.network.fault("Bytes")
 
         def land() -> None:
             target[:] = source
             self.world.landed(self.owner, generation, region, offset, len(source))
             if self._checked_there():
-                self._flip("Bytes", target)
+                self._flip(fault, target)
 
-        await self._moment(land)
+        await self._moment(land, fault)
 
     def _checked_there(self) -> bool:
         """Somebody compares checksums of what is written there."""
         return self.owner.process.role == "kvstore" or self.world.config.checksums
 
-    def _flip(self, name: str, target: memoryview) -> None:
+    @staticmethod
+    def _flip(fault: tuple | None, target: memoryview) -> None:
         """A byte comes out wrong, if the schedule says so."""
-        if self.world.network.fault(name) is not None:
+        if fault is not None and fault[0] == "flip":
             target[len(target) // 2] ^= 0xFF
 
-    async def _moment(self, what: Any) -> None:
+    async def _moment(self, what: Any, fault: tuple | None = None) -> None:
         """`what` happens after the time that a slice takes; who is cancelled meanwhile waits for it."""
         loop = asyncio.get_running_loop()
         done = loop.create_future()
@@ -161,7 +162,8 @@ class SimShmPeer(ShmPeer):
             if not done.done():
                 done.set_result(None)
 
-        loop.call_later(self.world.slice_seconds(), end)
+        late = fault[1] if fault is not None and fault[0] == "delay" else 0.0
+        loop.call_later(self.world.slice_seconds() + late, end)
         try:
             await asyncio.shield(done)
         except asyncio.CancelledError:

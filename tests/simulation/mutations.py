@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from memory import SimShmPeer
+
 from headrace.decode.landing import Landing
 from headrace.decode.service import DecodeService
 from headrace.gateway.dispatch import Dispatcher
@@ -28,14 +30,25 @@ from headrace.worker.kvclient import KvStoreClient
 
 @dataclass(frozen=True)
 class Mutation:
-    """`where.name`'s source with `old` replaced by `new`."""
+    """`where.name`'s source with `old` replaced by `new`. `beside`: another guard that would hide the missing one; a violation
+    counts only if there is none with that one away alone."""
 
     what: str
     where: Any
     name: str
     old: str
     new: str
+    beside: bool = False
 
+
+NO_FENCE = Mutation(
+    "a writer over shm does not look whether its generation is armed", SimShmPeer, "_stale",
+    "return self._fence[generation % memories.FENCE_SLOTS] != generation", "return False", beside=True,
+)  # fmt: skip
+NO_READ_CHECKSUMS = Mutation(
+    "what was read is used whatever its checksums say", KvStoreClient, "_import", "crc32(data) == w.checksum", "True",
+    beside=True,
+)  # fmt: skip
 
 MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "generation": (
@@ -86,8 +99,9 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         Mutation("a silent writer is taken for dead", Landing, "_carry", "if self.memory.fenced(writer):", "if True:"),
     ),
     "denied-ticket": (
-        Mutation("prefill said that it would never write for a ticket, and does when its bind is answered late", PrefillService,
-                 "_bind", "if ticket.ticket in self.denied:", "if False:"),
+        Mutation("prefill said that it would never write for a ticket, and does when its bind is answered late (where no fence "
+                 "stops it)", PrefillService, "_bind", "if ticket.ticket in self.denied:", "if False:"),
+        NO_FENCE,
     ),
     "index": (
         Mutation("output that came already is taken again", Dispatcher, "_on_entry", "if entry.index != choice.next:",
@@ -122,18 +136,19 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         Mutation("", store, "step", "broken = tuple(index for index, fits in enumerate(good) if not fits)", "broken = ()"),
     ),
     "denied-grant": (
-        Mutation("a worker said that it would never write under a grant, and does when its reserve is answered late",
-                 KvStoreClient, "_write", "if answer.grant in self._denied:", "if False:"),
+        Mutation("a worker said that it would never write under a grant, and does when its reserve is answered late (where no "
+                 "fence stops it)", KvStoreClient, "_write", "if answer.grant in self._denied:", "if False:"),
+        NO_FENCE,
     ),
     "valid": (
         Mutation("what was read under expired pins is used (without checksums, which find it too)", KvStoreClient, "_import",
                  "valid = isinstance(released, m.KvReleased) and released.valid", "valid = True"),
-        Mutation("", KvStoreClient, "_import", "crc32(data) == w.checksum", "True"),
+        NO_READ_CHECKSUMS,
     ),
     "pins": (
-        Mutation("what is being read is evicted (without checksums, which find it too)", Objects, "_peek",
-                 "is stored and not stored.pins and not", "is stored and not"),
-        Mutation("", KvStoreClient, "_import", "crc32(data) == w.checksum", "True"),
+        Mutation("what is being read is evicted", Objects, "_peek", "is stored and not stored.pins and not",
+                 "is stored and not"),
+        Mutation("", Objects, "_offer", "not stored.queued and not stored.pins and", "not stored.queued and"),
     ),
     "read-checksums": (
         Mutation("what was read is used whatever its checksums say", KvStoreClient, "_import", "crc32(data) == w.checksum",
@@ -158,15 +173,15 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
 }  # fmt: skip
 
 
-NO_FLIPS = ("valid", "pins")  # their second line, the checksums, is away too: looked for without wrong bytes on the way
+NO_FLIPS = ("valid",)  # the checksums are away too: looked for without wrong bytes on the way
 
 
 @contextlib.contextmanager
-def without(name: str) -> Iterator[None]:
-    """The guard called `name` is missing while this holds."""
+def without(name: str, itself: bool = True) -> Iterator[None]:
+    """The guard called `name` is missing while this holds; without `itself` only those beside it."""
     saved: list[tuple[Any, str, Any]] = []
     edited: dict[tuple[Any, str], str] = {}
-    for mutation in MUTATIONS[name]:
+    for mutation in [one for one in MUTATIONS[name] if itself or one.beside]:
         key = (mutation.where, mutation.name)
         source = edited.get(key) or textwrap.dedent(inspect.getsource(getattr(*key)))
         text = mutation.old

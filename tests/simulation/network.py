@@ -101,11 +101,13 @@ class Network:
         self.counts: Counter[str] = Counter()  # messages by name
         self.faults: dict[tuple[str, int], tuple] = {}  # (name, which one) -> what happens to it
         self.hooks: dict[tuple[str, int], Callable[[Any, Any], None]] = {}  # ... -> called with (sender, receiver)
+        self.unwarned: dict[tuple[str, int], float] = {}  # ... -> seconds in which no cancel reaches its receiver
         self.happened: Counter[str] = Counter()
         self._exact: dict[bytes, list[tuple[SimClient, int]]] = defaultdict(list)
         self._star: dict[bytes, list[tuple[SimClient, int]]] = defaultdict(list)
         self._deep: list[tuple[bytes, SimClient, int]] = []
         self._last: dict[tuple[int, int], float] = {}
+        self._no_cancel: dict[Any, float] = {}  # process -> until when none reaches it
         self._held: list[tuple[Any, Callable[[], None]]] = []
         self._listeners: dict[int, tuple[Any, Callable]] = {}
         self._transports: list[SimTransport] = []
@@ -150,7 +152,10 @@ class Network:
             return self._nobody(source, reply)
         action = self.faults.get((name, number))
         hook = self.hooks.get((name, number))
+        unwarned = self.unwarned.get((name, number))
         for client, sid in targets:
+            if unwarned is not None:
+                self._no_cancel[client.process] = self.world.now + unwarned
             self._send(source, client, sid, (subject, reply, data, headers or None), action, name)
             if hook is not None:
                 self.world.at(self.world.now + 2 * self.latency, hook, source, client.process)
@@ -167,6 +172,9 @@ class Network:
             delay *= 20
         if self.loss and rng.random() < self.loss:
             self.happened["lost"] += 1
+            return
+        if name == "Cancel" and now < self._no_cancel.get(target, 0.0):
+            self.happened["drop Cancel"] += 1
             return
         if action is not None:
             self.happened[f"{action[0]} {name}"] += 1

@@ -122,7 +122,11 @@ def hunt(name: str, first: int, count: int) -> Hunt:
             with without(name), lenient():
                 violations = simulate(plan).violations
             out.tried += 1
-            if violations and not simulate(plan).violations:
+            if not violations:
+                continue
+            with without(name, itself=False):
+                sound = not simulate(plan).violations
+            if sound:
                 out.found, out.seed, out.violation = out.tried, seed, violations[0]
                 break
     gc.collect()
@@ -142,7 +146,6 @@ def _prepare() -> None:
     import warnings
 
     warnings.simplefilter("ignore")  # coroutines of killed processes were never awaited: that is what being killed means
-    os.nice(0)
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -197,6 +200,10 @@ class _InOrder:
             self.over = self._added == self.end or bool(self._ends(part))
 
     @property
+    def begun(self) -> int:
+        return self.next - self.total.base
+
+    @property
     def wants_more(self) -> bool:
         """No share that has ended ends it all, and there are seeds left."""
         return not self.over and self.next < self.end and not any(self._ends(part) for _, part in self._waiting.values())
@@ -225,7 +232,7 @@ def search(
 def hunts(
     names: list[str], bases: list[int], limit: int, seconds: float, workers: int, progress: Callable[[list[Hunt]], None]
 ) -> list[Hunt]:
-    """One per guard and base, in order. Shares of all of them run side by side, the hunt with the fewest under way first."""
+    """One per guard and base, in order. Shares of all of them run side by side."""
     began = real_seconds()
     rows = [_InOrder(Hunt(name, base), base, limit, lambda part: part.found) for name in names for base in bases]
     waiting: dict[Future, tuple[_InOrder, int, int]] = {}
@@ -236,7 +243,7 @@ def hunts(
                 more = [row for row in rows if row.wants_more]
                 if not more:
                     break
-                row = min(more, key=lambda row: row.running)
+                row = min(more, key=lambda row: (row.running, row.begun))
                 share = row.share()
                 waiting[submit(hunt, row.total.name, *share)] = (row, *share)
             if not waiting:

@@ -58,7 +58,7 @@ class Request:
 @dataclass(frozen=True)
 class Message:
     """The nth message of a name is lost, comes twice, or comes later than those sent after it. Flags may be lost or late as
-    well; of bytes that are written or read one may come out wrong ("flip"), where checksums must find it."""
+    well; of bytes written or read a slice may be late, or one come out wrong ("flip"), where checksums must find it."""
 
     name: str
     nth: int
@@ -77,6 +77,23 @@ class Message:
     def arm(self, world: Any, began: float) -> None:
         nth = world.network.counts[self.name] + self.nth
         world.network.faults[self.name, nth] = (self.action, self.seconds)
+
+
+@dataclass(frozen=True)
+class Late:
+    """As a message that comes late, and no `cancel` reaches its receiver before it: what made it old is not known there."""
+
+    name: str
+    nth: int
+    seconds: float
+
+    def words(self) -> str:
+        return f"{self.name} number {self.nth} comes {self.seconds:g} s late, and no Cancel reaches its receiver before it"
+
+    def arm(self, world: Any, began: float) -> None:
+        key = self.name, world.network.counts[self.name] + self.nth
+        world.network.faults[key] = ("delay", self.seconds)
+        world.network.unwarned[key] = self.seconds
 
 
 @dataclass(frozen=True)
@@ -226,12 +243,25 @@ STATES = (
     "Admit", "Admitted", "Run", "Accepted", "Bind", "Bound", "Commit", "Verdict", "Out", "Cancel", "Fail", "WriterDone",
     "TicketStatus", "KvLookup", "KvFound", "KvReserve", "KvReserved", "KvCommit", "KvRelease",
 )  # fmt: skip
+OF_STORE = (
+    "KvLookup", "KvFound", "KvReserve", "KvReserved", "KvReserved", "KvCommit", "KvStored", "KvRelease", "KvReleased",
+    "KvEvents",
+)  # fmt: skip
+STATES_OF_STORE = ("KvLookup", "KvFound", "KvFound", "KvReserve", "KvReserved", "KvCommit", "KvRelease")
+LATE = ("Admit", "Admit", "Run", "Bind", "Bound", "Bound", "Bound")
+PATIENCE = {  # seconds that whoever asks or is asked waits: what comes just before they are over is taken
+    "Admit": 1.0, "Admitted": 1.0, "Run": 1.0, "Accepted": 1.0, "Bind": 0.5, "Bound": 0.5, "Commit": 0.5, "Verdict": 0.5,
+    "WriterDone": 0.5, "Done": 0.5, "TicketStatus": 0.5, "Cancel": 1.0, "Resume": 1.0, "Resumed": 1.0, "KvLookup": 0.1,
+    "KvFound": 0.1, "KvReserve": 1.0, "KvReserved": 1.0, "KvCommit": 2.0, "KvStored": 2.0, "KvRelease": 0.5, "KvReleased": 0.5,
+}  # fmt: skip
 CUTS = ("cut lose", "cut lose", "cut hold", "cut hold", "cut deaf", "cut mute")  # both directions; only in; only out
 
 
 def draw(seed: int) -> Plan:
     rng = random.Random(seed)
     pick = rng.choice
+    about = rng.random()
+    stored, left = about < ABOUT_STORE, about >= 1.0 - ABOUT_LEFT
     counts = {"gateway": pick((1, 1, 2)), "prefill": pick((1, 1, 2)), "decode": pick((1, 1, 2)), "kvstore": pick((0, 1))}
     config = Config(
         counts=counts,
@@ -252,21 +282,26 @@ def draw(seed: int) -> Plan:
         latency=pick((0.0005, 0.003)),
         overtake=pick((0.0, 0.0, 0.1)),
     )
+    if stored:  # prefills that forget soon share what a small kvstore keeps for moments
+        counts |= {"prefill": pick((1, 2, 2)), "kvstore": 1}
+        sizes = {"prefill_blocks": pick((5, 5, 8)), "store_seconds": pick((0.5, 0.5, 1.0)), "store_objects": pick((3, 3, 6))}
+        config = replace(config, **sizes)
     requests = tuple(
         Request(
-            at=round(rng.uniform(0.0, REQUESTS_WITHIN), 3),
-            tokens=rng.randint(3, 500),
+            at=round(rng.uniform(0.0, 2 * REQUESTS_WITHIN if stored else REQUESTS_WITHIN), 3),
+            tokens=rng.randint(130 if stored else 3, 500),
             group=rng.randint(0, 1),
             n=pick((1, 1, 1, 2)),
             max_tokens=pick((1, 2, 8, 32)),
             stop_at=pick((0, 0, 0, 3)),
-            cancel_after=pick((0.0, 0.0, 0.0, round(rng.uniform(0.001, 0.6), 3))),
+            cancel_after=round(rng.uniform(0.001, 0.5), 3) if rng.random() < (0.75 if left else 0.25) else 0.0,
             deadline=pick((2.0, 8.0, 30.0, 30.0)),
             stream=pick((True, False)),
         )
-        for _ in range(rng.randint(*REQUESTS))
+        for _ in range(rng.randint(3 if stored else REQUESTS[0], REQUESTS[1]))
     )
-    faults = tuple(_fault(rng, counts) for _ in range(pick(FAULTS)))
+    special = _fault_of_store if stored else _too_late if left else _fault
+    faults = tuple((special if rng.random() < 0.7 else _fault)(rng, counts) for _ in range(pick(FAULTS)))
     probes = PROBES if rng.random() < PROBED else ()
     return Plan(seed, config, requests, faults, probes)
 
@@ -274,7 +309,7 @@ def draw(seed: int) -> Plan:
 # How dense a schedule is: what finds most taken-away guards per second of computing (`benchmarks/simulation.md`).
 REQUESTS, REQUESTS_WITHIN = (1, 6), 0.8
 FAULTS, FAULTS_WITHIN, LONG = (1, 1, 2, 2, 3, 4), 1.0, 3.0
-PROBED = 0.2
+PROBED, ABOUT_STORE, ABOUT_LEFT = 0.2, 0.3, 0.15
 
 
 def _fault(rng: random.Random, counts: dict[str, int]) -> Any:
@@ -284,11 +319,13 @@ def _fault(rng: random.Random, counts: dict[str, int]) -> Any:
     index = rng.randrange(counts[role])
     kind = rng.random()
     if kind < 0.06:
-        name, action = pick((("Flag", "drop"), ("Flag", "delay"), ("Bytes", "flip"), ("Read", "flip")))
-        return Message(name, rng.randint(1, 6), action, seconds)
-    if kind < 0.40:
+        name = pick(("Flag", "Flag", "Bytes", "Read"))
+        return Message(name, rng.randint(1, 6), pick(("drop" if name == "Flag" else "flip", "delay")), seconds)
+    if kind < 0.34:
         name = pick(pick((USUAL, USUAL, NAMES, RARE)))
-        return Message(name, rng.randint(1, 8), pick(("drop", "double", "delay")), seconds)
+        return Message(name, rng.randint(1, 8), pick(("drop", "double", "delay")), _late(rng, name, seconds))
+    if kind < 0.40:
+        return _too_late(rng, counts)
     if kind < 0.60:
         return When(pick(STATES), rng.randint(1, 6), pick(("sender", "receiver")), pick(("kill", "stop", "stop")), seconds)
     if kind < 0.80:
@@ -297,6 +334,33 @@ def _fault(rng: random.Random, counts: dict[str, int]) -> Any:
     what = pick(("bus down", "loss", "link held", "slow", "slow"))
     amount = {"loss": pick((0.1, 0.5)), "slow": pick((0.05, 0.5, 3.0))}.get(what, 0.0)
     return Span(what, at, min(seconds, 4.0), amount)
+
+
+def _late(rng: random.Random, name: str, seconds: float) -> float:
+    """Seconds that a message is late: often just not too late."""
+    return round(PATIENCE[name] * rng.uniform(0.5, 1.0), 3) if name in PATIENCE and rng.random() < 0.4 else seconds
+
+
+def _too_late(rng: random.Random, counts: dict[str, int]) -> Late:
+    """What is taken only by whoever does not know that it is over."""
+    name = rng.choice(LATE)
+    late = PATIENCE[name] * (rng.uniform(0.5, 1.0) if name == "Bound" else rng.uniform(1.0, 2.5))
+    return Late(name, rng.randint(1, 5), round(late, 3))
+
+
+def _fault_of_store(rng: random.Random, counts: dict[str, int]) -> Any:
+    """What may go wrong between workers and the kvstore."""
+    at, pick = round(rng.uniform(0.0, 2 * FAULTS_WITHIN), 3), rng.choice
+    seconds, kind = round(rng.uniform(0.3, LONG), 3), rng.random()
+    if kind < 0.4:
+        name = pick(OF_STORE)
+        return Message(name, rng.randint(1, 4), pick(("drop", "double", "delay", "delay")), _late(rng, name, seconds))
+    if kind < 0.5:
+        return Message(pick(("Read", "Bytes")), rng.randint(1, 6), pick(("flip", "delay", "delay")), seconds)
+    if kind < 0.75:
+        whom = pick(("sender", "receiver"))
+        return When(pick(STATES_OF_STORE), rng.randint(1, 4), whom, pick(("kill", "stop", "stop", "stop")), seconds)
+    return Span("slow", at, seconds, pick((0.3, 1.0, 3.0)))
 
 
 SIMPLE = {"overtake": 0.0, "checksums": False, "slab_slots": 0, "max_num_seqs": 8, "decode_blocks": 24, "prefill_blocks": 24,
@@ -357,6 +421,8 @@ def mix(plans: Counter[str], plan: Plan) -> None:
         match fault:
             case Message(name, _, action):
                 plans[f"{action} {name}"] += 1
+            case Late(name):
+                plans[f"late {name}"] += 1
             case When(name, _, whom, what):
                 plans[f"{what} {whom} at {name}"] += 1
             case Hurt(what, role):

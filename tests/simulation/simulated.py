@@ -212,9 +212,9 @@ class _Micro:
         pass
 
 
-def host(engine: Any, on_events: Any, on_tick: Any) -> EngineHost:
+def host(engine: Any, on_events: Any, on_tick: Any, on_begin: Any) -> EngineHost:
     """Ticks as often as the schedule says: a busy machine's come late too."""
-    return EngineHost(engine, on_events, on_tick, CLOCK.world.config.tick_seconds)
+    return EngineHost(engine, on_events, on_tick, CLOCK.world.config.tick_seconds, on_begin)
 
 
 class _NoMetrics:

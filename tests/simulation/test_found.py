@@ -42,6 +42,11 @@ FOUND = {
         (Request(0.157, 360, 1, stream=False), Request(0.198, 276, 1, deadline=2.0, stream=False)),
         (Span("bus down", 0.264, 2.774),),
     ),
+    "a prompt that waits for memory holds none of its reader's, for which one that has memory waits": Plan(
+        21, config(prefill_blocks=5, slab_slots=1, chunk=1024),
+        (Request(0.05, 143, 1, max_tokens=8), Request(0.06, 399, 0, max_tokens=8), Request(0.07, 344, 1, max_tokens=8)),
+        (Span("slow", 0.0, 0.5, 0.3),),
+    ),
     "a deadline that passes while no worker is there ends the request": Plan(
         49, config(transports=["tcp"], queue_seconds=1.0, max_num_seqs=2), (Request(0.75, 170, 1, n=2, deadline=2.0),),
         (Hurt("cut mute", "prefill", 0, 0.199, 2.843),),

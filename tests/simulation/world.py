@@ -448,7 +448,8 @@ class World:
         if process.service is None or process.dead or process.service.store is None:
             return
         s = process.service.store
-        seen = (len(s.objects), s.arena.used, len(s.held.live), len(s.grants.live))
+        evicted = s.counters["evicted_blocks"] + s.counters["evicted_states"]
+        seen = (len(s.objects), s.arena.used, len(s.held.live), len(s.grants.live), evicted)
         if seen != process.seen or process.dirty:
             process.seen, process.dirty = seen, False
             self._check_store(s)
@@ -643,6 +644,7 @@ class World:
         self.healed = True
         self.network.faults.clear()
         self.network.hooks.clear()
+        self.network.unwarned.clear()
         self.network.loss = self.slow = 0.0
         if self.network.down:
             self.network.set_down(False)

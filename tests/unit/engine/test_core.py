@@ -59,6 +59,19 @@ def hand_over(prefill: EngineCore, decode: EngineCore, r: api.EngineRequest, don
     return True
 
 
+def test_a_prompt_has_begun_while_it_has_memory():
+    """Not while it waits for what another one holds."""
+    core = engine("prefill", num_blocks=4)
+    for first, name in enumerate(("first", "second"), start=2):
+        core.submit(request(name, [first] * (3 * core.info.block_tokens)))
+    assert not core.begun("first")
+    drain(core)
+    assert core.begun("first") and not core.begun("second") and not core.begun("nobody")
+    core.release("first")
+    drain(core)
+    assert not core.begun("first") and core.begun("second")
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.sampled_from([(), (3,), (7, 1)]), st.integers(17, 40))
 def test_split_over_two_engines_gives_what_one_engine_gives(lengths, chunks, num_blocks):

@@ -200,3 +200,20 @@ async def test_the_sweep_runs_without_work_and_finds_memory_that_came_back(hoste
     before = recorder.ticks
     await asyncio.sleep(0.05)
     assert recorder.ticks > before
+
+
+@pytest.mark.parametrize("kind", [SimEngine, Threaded])
+async def test_a_prompt_has_begun_when_it_has_memory_and_that_is_told_before_its_step_ends(hosted, kind):
+    engine, told = kind(SimConfig(**SMALL)), []
+    begun = engine.begun
+    recorder = hosted(engine, on_begin=lambda: told.append((begun("first"), begun("second"), len(recorder.events))))
+    taken = engine.pool.allocate(29)
+    recorder.submit("first", 300, max_tokens=2)  # three blocks: all that is left
+    recorder.submit("second", 300, max_tokens=2)
+    assert not engine.begun("first") and not engine.begun("nobody")
+    await recorder.ended("first")
+    assert told[0] == (True, False, 0)
+    assert not engine.begun("first")
+    await recorder.ended("second")
+    assert any(second for _, second, _ in told)
+    engine.pool.release(taken)

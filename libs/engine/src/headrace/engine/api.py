@@ -352,6 +352,9 @@ class Engine(Protocol):
     def cancel(self, request: str) -> bool:
         """Stop within one step and free; False if it is not here. Safe while a step is running."""
 
+    def begun(self, request: str) -> bool:
+        """PREFILL: the prompt has all the memory that it needs here; no other one can keep it from being computed."""
+
     def would_restore(self, hashes: Sequence[bytes], prompt_tokens: int) -> bool:
         """Whether a hit of all blocks that `hashes` names would find its state here, so that no snapshot need be fetched."""
 

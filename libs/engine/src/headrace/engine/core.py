@@ -143,6 +143,9 @@ class EngineCore:
         else:
             self.ledger.counters["snapshots_rejected"] += 1
 
+    def begun(self, request: str) -> bool:
+        return self.ledger.begun(request)
+
     def would_restore(self, hashes: Sequence[bytes], prompt_tokens: int) -> bool:
         # In class `bounded` the snapshot that serves a prompt may lie below the hit.
         hit = min(len(hashes), (prompt_tokens - 1) // self.info.block_tokens) * self.info.block_tokens

@@ -195,6 +195,10 @@ class Ledger:
 
     # ------------------------------------------------------------ questions
 
+    def begun(self, name: str) -> bool:
+        """It left the queue, and has its slot and blocks."""
+        return name in self.pinned or any(s.status is Status.RUNNING for s in self.live.get(name, ()))
+
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self.events)
 

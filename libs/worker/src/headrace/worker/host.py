@@ -31,7 +31,8 @@ BURST = 0.0002  # seconds: steps that take no time run back to back for this lon
 
 
 class EngineHost:
-    """`on_events(events)` after each step, `on_tick()` every `tick` seconds; both on the loop, both must not block."""
+    """`on_events(events)` after each step, `on_tick()` every `tick` seconds, `on_begin()` when a step has begun (the prompts
+    that are new in it have their memory); all on the loop, none must block."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class EngineHost:
         on_events: Callable[[list[api.Event]], None],
         on_tick: Callable[[], None] = lambda: None,
         tick: float = 0.02,
+        on_begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
         self.steps = 0
@@ -48,6 +50,7 @@ class EngineHost:
         self._executed_at = 0.0
         self._held: list[api.Event] = []  # tokens of the last step, until the next one runs
         self._on_events, self._on_tick, self._tick, self._due = on_events, on_tick, tick, 0.0
+        self._on_begin = on_begin
         self._threaded = engine.info.kind != "sim"
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="model") if self._threaded else None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -88,7 +91,8 @@ class EngineHost:
             self._stepping = True
             if self._threaded:
                 self._pool.submit(self._execute, plan).add_done_callback(lambda f, plan=plan: self._executed(plan, f))
-                return
+                return self._on_begin()
+            self._on_begin()
             seconds, plan.seconds = plan.seconds, 0.0
             if seconds > 0:
                 self._loop.call_later(seconds, self._timed, plan)

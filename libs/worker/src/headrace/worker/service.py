@@ -74,7 +74,7 @@ class WorkerService(Service):
             self.engine = await asyncio.to_thread(build, settings, self.role, self._register)
         except (ValueError, OSError, RuntimeError, TransferError) as error:
             raise StartError(str(error)) from error
-        self.host = EngineHost(self.engine, self.handle_events, self._ticked)
+        self.host = EngineHost(self.engine, self.handle_events, self._ticked, on_begin=self.step_begins)
         self.outbox = Outbox(self)
         self.peers = Peers(self.bus)
         self.prober = Prober(self.bus, self.instance, self._suspect)
@@ -276,6 +276,9 @@ class WorkerService(Service):
         except AssertionError as error:
             report |= {"ok": False, "error": str(error)}
         return m.Done(json.dumps(report))
+
+    def step_begins(self) -> None:
+        """A step of the engine has begun."""
 
     def _ticked(self) -> None:
         self.tick(time.monotonic())

@@ -232,6 +232,9 @@ class SimEngine:
         while len(self._snapshots) > self.config.max_snapshots:
             self._snapshots.popitem(last=False)
 
+    def begun(self, request: str) -> bool:
+        return request in self._held or any(sequence.table for sequence in self._live.get(request, ()))
+
     def would_restore(self, hashes: Sequence[bytes], prompt_tokens: int) -> bool:
         return not hashes or hashes[-1] in self._snapshots
 

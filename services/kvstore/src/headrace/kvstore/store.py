@@ -243,6 +243,8 @@ class Store:
         assert self.arena.used == sum(room(stored.nbytes) for stored in owners)
         held = [stored for found in self.pinned.values() for stored in found]
         assert all(stored.pins == held.count(stored) for stored in self.objects)
+        here = set(map(id, self.objects))
+        assert all(id(stored) in here for stored in held), "a pinned object was evicted"
         assert self.pinned.keys() == set(dict(self.held)) and self.pending.keys() == set(dict(self.grants))
         assert self._writing == {stored.key for pending in self.pending.values() for stored in pending.objects}
 

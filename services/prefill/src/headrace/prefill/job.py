@@ -40,7 +40,6 @@ class Job:
     pins: list[int] = field(default_factory=list)  # resident prefix
     fetched: int = 0  # blocks from the kvstore
     submitted: float = 0.0
-    may_bind: asyncio.Future | None = None  # until its compute is near
     released: bool = False  # engine and pins were given back
 
     position: int = 0  # computed up to here

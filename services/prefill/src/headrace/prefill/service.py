@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -49,7 +49,7 @@ class PrefillService(WorkerService):
         self.by_ticket: dict[str, Job] = {}
         self.denied = Tombstones()  # tickets that we told their owner not to know
         self.counters = dict.fromkeys(("accepted", "busy", "committed", "failed", "cancelled", "bytes_written"), 0)
-        self._unbound = 0  # jobs whose compute is not near yet
+        self._waiting: dict[str, Job] = {}  # jobs that have no memory here yet
         self._hashers: dict[bytes, BlockHasher] = {}
 
     def verbs(self) -> dict[str, Any]:
@@ -141,8 +141,8 @@ class PrefillService(WorkerService):
         if job.run.images:
             await self._see(job)
         self._submit(job)
-        if job.may_bind is not None:
-            await job.may_bind
+        while job.key in self._waiting:
+            await job.changed()
         await self._bind(job)
         await self._write_blocks(job)
         await self._write_rest(job)
@@ -219,33 +219,16 @@ class PrefillService(WorkerService):
         except ValueError as error:
             raise Abort("invalid", str(error)) from error
         job.submitted = time.monotonic()
+        self._waiting[job.key] = job
         self.host.wake()
-        if sum(other.remaining for other in self._ahead(job)) >= self.settings.max_num_batched_tokens:
-            job.may_bind = asyncio.get_running_loop().create_future()
-            self._unbound += 1
 
-    def _in_order(self) -> list[Job]:
-        """Jobs as the engine serves them: by priority, then by arrival."""
-        return sorted(self.jobs.values(), key=lambda job: job.run.priority)
-
-    def _ahead(self, job: Job) -> Iterable[Job]:
-        for other in self._in_order():
-            if other is job:
-                return
-            if other.submitted:
-                yield other
-
-    def _let_bind(self) -> None:
-        """Jobs that will be in the next step may take memory at their reader."""
-        ahead = 0
-        for job in self._in_order():
-            if job.may_bind is not None and not job.may_bind.done() and ahead < self.settings.max_num_batched_tokens:
-                job.may_bind.set_result(None)
-                self._unbound -= 1
-            ahead += job.remaining if job.submitted else 0
+    def step_begins(self) -> None:
+        for key in [key for key in self._waiting if self.engine.begun(key)]:
+            self._waiting.pop(key).wake()
 
     async def _bind(self, job: Job) -> None:
-        """Ask for memory until there is some; the reader may be full for a moment."""
+        """Ask for memory until there is some; the reader may be full for a moment. Our own was taken before: whoever holds a
+        reader's memory waits for nothing that another one holds, who may wait for that."""
         message, started, patience = self._bind_message(job), time.monotonic(), 0.005
         while True:
             sent = time.monotonic()
@@ -510,8 +493,6 @@ class PrefillService(WorkerService):
                 self.store.snapshot(event, job.run.namespace, job.run.request)
             elif kind is api.Failed:
                 self._stop_job(job, Abort(event.code, event.message))
-        if self._unbound:
-            self._let_bind()
 
     # ------------------------------------------------------------ ends
 
@@ -536,8 +517,7 @@ class PrefillService(WorkerService):
         if error is not None and not isinstance(error, Abort):
             self.log.error("job failed", request=job.run.request, exc_info=error)
             error = Abort("internal", f"{self.instance}: {error!r}")
-        if job.may_bind is not None and (job.may_bind.cancelled() or not job.may_bind.done()):
-            self._unbound -= 1
+        self._waiting.pop(job.key, None)
         if job.ticket is not None:
             if error is not None:
                 self._stop_job(job, error)
@@ -582,8 +562,6 @@ class PrefillService(WorkerService):
         else:
             self.counters["cancelled"] += not job.reported
         self.tombstones.add(job.key, time.monotonic())  # a late duplicate of its run would be computed for nobody
-        if self._unbound:
-            self._let_bind()
 
     def cancel(self, message: m.Cancel) -> m.Done:
         """Stop an attempt; one that is not here is refused if it comes later."""
@@ -631,7 +609,7 @@ class PrefillService(WorkerService):
         return out
 
     def debts(self) -> dict[str, int]:
-        debts = {"live": len(self.jobs), "tickets": len(self.tickets), "unbound": self._unbound}
+        debts = {"live": len(self.jobs), "tickets": len(self.tickets), "waiting": len(self._waiting)}
         if self.sight is not None:
             debts["deliveries"] = len(self.sight.staging)
         return debts
