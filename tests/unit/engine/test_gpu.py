@@ -8,23 +8,80 @@ import sys
 import pytest
 import torch
 
+from headrace.engine.batch import Segment
 from headrace.engine.config import ConfigError
 from headrace.engine.loader import LoadOptions, load_model
 from headrace.engine.make_checkpoint import make_checkpoint
+from headrace.engine.models.v41.gpu.rows import (
+    FLOOR,
+    FROM_END,
+    IN_PIECE,
+    LIVE,
+    POSITION,
+    RING,
+    SCRATCH,
+    SEQUENCE,
+    SLOT,
+    Tables,
+    host_rows,
+)
+from headrace.engine.models.v41.rows import Piece
+from headrace.kernels import gemm_upcast, tuning
 
 pytest.importorskip("triton")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_rows_are_those_of_the_cpu():
+@pytest.mark.parametrize("what", [["--numerics", "bounded"], ["--only-invariance"]])
+def test_rows_are_those_of_the_cpu_and_the_same_in_any_batch(what):
     """Class bounded: its chunks run on fewer rows in decoder layers, everything else is as in class exact."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     module = "headrace.engine.models.v41.gpu.check"
-    command = [sys.executable, "-W", "ignore", "-m", module, "--device", "cpu", "--rows", "10", "--numerics", "bounded"]
+    command = [sys.executable, "-W", "ignore", "-m", module, "--device", "cpu", "--rows", "10", *what]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800, check=False)
     assert run.stdout, run.stderr
     assert json.loads(run.stdout)["ok"], run.stdout
+
+
+def test_what_the_host_says_of_rows():
+    """A piece longer than a ring takes a scratch line behind the slots; a table that grew is read anew."""
+    tables, table = Tables(), [7, 5]
+    segments = [Segment(2, 100, [1] * 3, [], table), Segment(0, 5, [1] * 9, [], [3])]
+    pieces = [Piece(0, 100, 103, 0), Piece(1, 5, 14, 2)]
+    sizes = {"window": 8, "ring": 20, "slots": 3, "longest": 8, "padded": 13, "blocks": 2, "block_tokens": 64}
+    rows = host_rows(pieces, segments, tables, **sizes)
+    line = 4 * 20 - (5 - 7)
+    assert rows.tables.tolist() == [[7, 5], [3, 0]]
+    assert rows.matrix[[POSITION, SEQUENCE, SLOT, SCRATCH, IN_PIECE, FROM_END, LIVE], 1].tolist() == [101, 0, 2, RING, 1, 2, 1]
+    assert rows.matrix[[POSITION, SLOT, FLOOR, SCRATCH, IN_PIECE, FROM_END], 4].tolist() == [6, 0, 2, line, 1, 8]
+    assert rows.matrix[[SLOT, SCRATCH, LIVE], 12].tolist() == [3, RING, 0]  # padding: the spare slot
+    history, line_of_history, kept, ring_of_kept = (part.tolist() for part in rows.copies)
+    assert (history, line_of_history) == ([0, 1, 2, 3, 4], [line + p for p in range(5)])
+    assert (kept, ring_of_kept) == ([line + p for p in range(5, 14)], list(range(5, 14)))
+    table.append(9)
+    longer = host_rows([Piece(0, 128, 129, 0)], segments, tables, **(sizes | {"blocks": 4}))
+    assert longer.tables.tolist() == [[7, 5, 9, 0]]
+    with pytest.raises(ValueError, match="200 tokens need 4 blocks, the block table has 3"):
+        host_rows([Piece(0, 199, 200, 0)], segments, tables, **(sizes | {"blocks": 4}))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 33, 100, 200, 400, 1000, 5000])
+def test_a_tile_of_experts_is_no_taller_than_what_their_rows_are_aligned_to(rows, monkeypatch):
+    """Else rows of a second expert in the tile would be left out. The tables of the card, not those of the interpreter."""
+    taken = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *_, **options: taken.append(options["BLOCK_M"])
+
+    monkeypatch.setattr(tuning, "INTERPRETED", False)
+    monkeypatch.setattr(gemm_upcast, "_upcast_kernel", Kernel())
+    x, weight = torch.zeros(2 * rows, 128, dtype=torch.bfloat16), torch.zeros(2, 64, 64, dtype=torch.uint8)
+    scale, groups = torch.zeros(2, 64, 4, dtype=torch.uint8), torch.zeros(2 * rows, dtype=torch.int32)
+    for alignment in (16, 128):
+        gemm_upcast.gemm_upcast(x, weight, scale, "mxfp4", group_of_row=groups, alignment=alignment)
+        assert alignment % taken[-1] == 0
 
 
 def test_a_model_that_the_kernels_are_not_made_for_is_refused_by_name(tmp_path):

@@ -110,7 +110,7 @@ def measure(path: Any, args: argparse.Namespace) -> dict:
     if args.device == "cpu" and torch.get_num_threads() == 1:
         Runner.clock = staticmethod(time.process_time)
     try:
-        batches = {str(size): _batch(model, size, args) for size in args.batch}
+        batches = {str(size): ways_of(model, size, args) for size in args.batch}
     finally:
         Runner.clock = staticmethod(usual)
     return {
@@ -120,7 +120,8 @@ def measure(path: Any, args: argparse.Namespace) -> dict:
     }  # fmt: skip
 
 
-def _batch(model, size: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def ways_of(model, size: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Figures of the three ways at one batch size, in turns."""
     ways = {name: Way(_engine(model, size, args, config)) for name, config in WAYS.items()}
     for way in ways.values():
         _fill(way.core, size, args)

@@ -77,6 +77,11 @@ class Runner:
         clock.lap(result, "draft")
         return result
 
+    def wait(self) -> None:
+        """Until the device has done what it was told: a clock before that would tell the host's time alone."""
+        if self.kv.data.device.type == "cuda":
+            torch.cuda.current_stream(self.kv.data.device).synchronize()
+
     # ------------------------------------------------------------ states and blocks
 
     def _save(self, sequence: Sequence, position: int | None = None) -> Image:
@@ -123,6 +128,7 @@ class Runner:
             return
         samples = [plan.samples[i] for i in wanted]
         logits = self.model.logits(self._gather(samples, hidden, place))
+        self.wait()
         clock.lap(result, "logits")
         windows = [self._window(s, rules.get(s.sequence, ())) for s in samples]
         for i, chosen in zip(wanted, self.accept(logits, windows), strict=True):

@@ -71,12 +71,14 @@ def _forward(runner: Runner, slots: int, rows: int) -> None:
         outputs = range(start, start + count)
         segments.append(Segment(slot, start, [3] * count, before, (0,), window_floor=start, outputs=outputs))
     runner.model.logits(runner.model.forward(segments, runner.kv, runner.states))
+    runner.wait()
 
 
 def _draft(runner: Runner, sequences: int) -> None:
     """Behind the one row that each sequence has."""
     positions = [_start(runner, 1) + 1] * sequences
     runner.model.draft(range(sequences), [3] * sequences, positions, runner.states, lambda _, logits: logits.argmax(-1))
+    runner.wait()
 
 
 def _start(runner: Runner, rows: int) -> int:

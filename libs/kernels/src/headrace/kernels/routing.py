@@ -1,8 +1,9 @@
 """Mixture-of-experts routing: scores, top-k experts, stable permutation into grouped rows, fixed-order combine.
 
 Ties go to the lower expert. Rows of an expert keep token order (stable), and its segment begins at a multiple of 128, as
-`gemm_fp8` and `gemm_upcast` want their contiguous rows. The combine adds experts in top-k order, so it is deterministic
-and batch-invariant. Sources: DeepSeek-V3 (sigmoid, group-limited) and V4.1 (square root of softplus) released code.
+`gemm_fp8` and `gemm_upcast` want their contiguous rows (or of less, where `gemm_upcast` is told). The combine adds experts in
+top-k order, so it is deterministic and batch-invariant. Sources: DeepSeek-V3 (sigmoid, group-limited) and V4.1 (square root of
+softplus) released code.
 """
 
 import torch
@@ -117,19 +118,22 @@ def _route_kernel(
     tl.store(weight_ptr + token * TOP_K + slot, weight, mask=slot < TOP_K)
 
 
-def plan_rows_reference(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def plan_rows_reference(
+    experts: torch.Tensor, count: int, alignment: int = ALIGNMENT
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """experts int32 [T, k] in 0..count-1 (-1: not computed here) -> the grouped row of each choice, and each row's group.
 
     Returns (row_of_choice int32 [T, k], -1 where not computed; group_of_row int32 [capacity], -1 for padding;
-    counts int32 [count]). capacity = T k rounded up with one partial block per expert, a shape known to the host.
+    counts int32 [count]). An expert's rows begin at a multiple of `alignment`, a power of two. capacity = T k rounded up with
+    one partial block per expert, a shape known to the host.
     """
     flat = experts.reshape(-1).long()
     counts = torch.bincount(flat[flat >= 0], minlength=count)
-    begin = ((counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cumsum(0).roll(1)
+    begin = ((counts + alignment - 1) // alignment * alignment).cumsum(0).roll(1)
     begin[0] = 0
     row_of_choice = torch.full_like(flat, -1)
-    group_of_row = torch.full((row_capacity(experts.shape[0], experts.shape[1], count),), -1, dtype=torch.int32,
-                              device=experts.device)  # fmt: skip
+    capacity = row_capacity(experts.shape[0], experts.shape[1], count, alignment)
+    group_of_row = torch.full((capacity,), -1, dtype=torch.int32, device=experts.device)
     for e in range(count):
         mine = (flat == e).nonzero().flatten()
         rows = begin[e] + torch.arange(len(mine), device=flat.device)
@@ -138,25 +142,27 @@ def plan_rows_reference(experts: torch.Tensor, count: int) -> tuple[torch.Tensor
     return row_of_choice.view_as(experts).int(), group_of_row, counts.int()
 
 
-def row_capacity(tokens: int, top_k: int, count: int) -> int:
+def row_capacity(tokens: int, top_k: int, count: int, alignment: int = ALIGNMENT) -> int:
     """Rows that the grouped layout of any routing of so many tokens needs."""
     choices = tokens * top_k
-    return cdiv(choices + min(count, choices) * (ALIGNMENT - 1), ALIGNMENT) * ALIGNMENT
+    return cdiv(choices + min(count, choices) * (alignment - 1), alignment) * alignment
 
 
-def plan_rows(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def plan_rows(experts: torch.Tensor, count: int, alignment: int = ALIGNMENT) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `plan_rows_reference`, two launches, no copy to the host."""
     tokens, top_k = experts.shape
     row_of_choice = torch.full_like(experts, -1)
-    group_of_row = torch.full((row_capacity(tokens, top_k, count),), -1, dtype=torch.int32, device=experts.device)
+    capacity = row_capacity(tokens, top_k, count, alignment)
+    group_of_row = torch.full((capacity,), -1, dtype=torch.int32, device=experts.device)
     counts = torch.empty(count, dtype=torch.int32, device=experts.device)
     shared = {"BLOCK": 1024, "num_warps": 4}
     flat = experts.contiguous()
     _count_kernel[(count,)](flat, counts, tokens * top_k, **shared)
     if tokens:
         _place_kernel[(count,)](
-            flat, counts, row_of_choice, group_of_row, tokens * top_k, count, EXPERTS=next_power_of_2(count), **shared
-        )
+            flat, counts, row_of_choice, group_of_row, tokens * top_k, count,
+            EXPERTS=next_power_of_2(count), ALIGN=alignment, **shared,
+        )  # fmt: skip
     return row_of_choice, group_of_row, counts
 
 
@@ -172,12 +178,13 @@ def _count_kernel(experts_ptr, count_ptr, choices, BLOCK: tl.constexpr):
 
 @triton.jit
 def _place_kernel(
-    experts_ptr, count_ptr, row_ptr, group_ptr, choices, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+    experts_ptr, count_ptr, row_ptr, group_ptr, choices, count,
+    EXPERTS: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     other = tl.arange(0, EXPERTS)
     counts = tl.load(count_ptr + other, mask=(other < count) & (other < expert), other=0)
-    row = tl.sum((counts + 127) // 128 * 128, 0)
+    row = tl.sum((counts + ALIGN - 1) // ALIGN * ALIGN, 0)
     for begin in range(0, choices, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         mine = tl.load(experts_ptr + at, mask=at < choices, other=-1) == expert

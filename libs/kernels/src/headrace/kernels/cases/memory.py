@@ -46,6 +46,7 @@ def cases() -> Iterator[Case]:
     yield route(200, 256, 8, "sigmoid", 8, "full")
     for tokens, experts, dim, size in [(9, 5, 32, "small"), (700, 384, 512, "full"), (4096, 384, 5120, "full")]:
         yield rows_in_and_out(tokens, experts, dim, size, timed=tokens > 1000)
+    yield rows_in_and_out(19, 5, 128, "small", timed=False, alignment=16)
     moves = [(3, 7, "small", 256), (20, 50, "full", BLOCK_BYTES), (1024, 4096, "full", BLOCK_BYTES)]
     for records, total, size, bytes_ in moves:
         for direction in ("gather", "scatter"):
@@ -205,9 +206,7 @@ def embed(tokens: int, dim: int, size: str, timed: bool) -> Case:
     def build(device: torch.device, seed: int) -> Problem:
         table = randn((rows, dim), device, seed, torch.bfloat16)
         ids = torch.randint(-1, rows, (tokens,), generator=generator(device, seed), device=device).int()
-        return Problem(
-            run=lambda: embedding.embedding(table, ids), reference=lambda: embedding.embedding_reference(table, ids)
-        )
+        return Problem(run=lambda: embedding.embedding(table, ids), reference=lambda: embedding.embedding_reference(table, ids))
 
     return _case("embedding", f"{tokens} of {rows}x{dim}", build, 0.0, size, timed, tokens * dim * 4)
 
@@ -223,7 +222,7 @@ def route(tokens: int, experts: int, k: int, score: str, groups: int, size: str,
     return _case("route", f"{tokens}x{experts} top {k} {score}", build, (0.0, 1e-5), size, timed, moved)
 
 
-def rows_in_and_out(tokens: int, experts: int, dim: int, size: str, timed: bool) -> Case:
+def rows_in_and_out(tokens: int, experts: int, dim: int, size: str, timed: bool, alignment: int = 128) -> Case:
     """plan, permute and combine together; bytes are those of the two row passes."""
 
     def build(device: torch.device, seed: int) -> Problem:
@@ -232,10 +231,10 @@ def rows_in_and_out(tokens: int, experts: int, dim: int, size: str, timed: bool)
         chosen[::5, 1] = -1
         x, shared = (randn((tokens, dim), device, seed + i, torch.bfloat16) for i in (1, 2))
         weights = randn(tuple(chosen.shape), device, seed + 3).abs()
-        rows = routing.row_capacity(*chosen.shape, experts)
+        rows = routing.row_capacity(*chosen.shape, experts, alignment)
 
         def chain(plan, permute, combine):
-            row_of_choice, group_of_row, counts = plan(chosen, experts)
+            row_of_choice, group_of_row, counts = plan(chosen, experts, alignment)
             y = permute(x, row_of_choice, rows)
             return row_of_choice, group_of_row, counts, combine(y, row_of_choice, weights, shared)
 
@@ -244,7 +243,8 @@ def rows_in_and_out(tokens: int, experts: int, dim: int, size: str, timed: bool)
             reference=lambda: chain(routing.plan_rows_reference, routing.permute_reference, routing.combine_reference),
         )
 
-    return _case("permute+combine", f"{tokens}x{dim}, {experts} experts", build, (0.0, 0.0, 0.0, 1e-3), size, timed,
+    name = f"{tokens}x{dim}, {experts} experts" + f", rows by {alignment}" * (alignment != 128)
+    return _case("permute+combine", name, build, (0.0, 0.0, 0.0, 1e-3), size, timed,
                  tokens * dim * 2 * (1 + 6 + 6 + 1 + 1))  # fmt: skip
 
 
@@ -264,8 +264,6 @@ def move_blocks(records: int, total: int, size_bytes: int, direction: str, size:
             call(slab, index, target)
             return target
 
-        return Problem(
-            run=lambda: run(blocks.scatter_blocks), reference=lambda: run(blocks.scatter_blocks_reference)
-        )
+        return Problem(run=lambda: run(blocks.scatter_blocks), reference=lambda: run(blocks.scatter_blocks_reference))
 
     return _case(f"{direction}_blocks", f"{records} of {size_bytes} bytes", build, 0.0, size, timed, 2 * records * size_bytes)

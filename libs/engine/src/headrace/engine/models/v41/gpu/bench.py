@@ -1,21 +1,26 @@
 """Decode steps and prefill of a V4.1-shaped model on a GPU, beside the time that its bytes alone would take.
 
-    python -m headrace.engine.models.v41.gpu.bench [--layers 8] [--experts 96] [--batch 1,8,64,256] [--context 4096,32768]
+    python -m headrace.engine.models.v41.gpu.bench [--layers 8] [--experts 96] [--batch 64,256,8,1] [--context 4096,32768]
 
 Layers have the released dimensions and every kind of source; weights and cache are random bytes, made on the device. A step
 reads every weight of the experts that some row chose, every row's window, its selected entries and the index keys it
 scores: that sum over the device's copy rate (measured in the same run, or --tbs) is the roofline. Reported per batch and
-context: milliseconds of a step as a caller sees it and on the device alone, the fraction of the roofline, what of the step the
-host does not hide, and the bytes per component. Nothing is loaded from a checkpoint, and no text comes out.
+context: milliseconds of a step as a caller sees it who waits for each, in a row of steps that the host prepares while the
+device is busy, and on the device alone; the fraction of the roofline; how much longer than the device alone the row of steps
+takes; the bytes per component, and with --parts device time per component. A row that fails says so and the others go on.
+Nothing is loaded from a checkpoint, and no text comes out.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,8 +33,10 @@ from ..config import ModelConfig
 from ..engram import NgramHash
 from ..schema import BLOCK, TensorSpec
 from . import weights
-from .graph import Graph
+from .draft import Draft
+from .graph import staged
 from .model import V41Gpu
+from .parts import by_kernel, by_part
 from .weights import Weight, Weights
 
 RELEASED: dict[str, Any] = {
@@ -47,6 +54,9 @@ SMALL = RELEASED | {
 }  # fmt: skip
 
 
+STAGES = 3  # of the draft
+
+
 def schedule(layers: int) -> dict[str, Any]:
     """Two window layers, a quarter of ratio 2 (one source), the rest of ratio 1: source, reuse, reindex, reuse, reindex ..."""
     if layers < 6:
@@ -60,9 +70,16 @@ def schedule(layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def configure(shape: dict[str, Any], layers: int, experts: int) -> ModelConfig:
+def configure(shape: dict[str, Any], layers: int, experts: int, draft: bool = False) -> ModelConfig:
+    """`draft`: with DSpark's stages, which have the released number of experts (no more than the layers)."""
     compressed = min(1000, shape["vocab_size"])
     data = shape | schedule(layers) | {"n_routed_experts": experts, "engram_compressed_vocab_size": compressed}
+    if draft:
+        data |= {
+            "num_nextn_predict_layers": STAGES, "compress_ratios": data["compress_ratios"] + [0] * STAGES,
+            "dspark_target_layer_ids": list(range(layers - STAGES, layers)), "dspark_noise_token_id": shape["vocab_size"] - 1,
+            "dspark_n_routed_experts": min(128, experts), "dspark_num_experts_per_tok": min(3, experts),
+        }  # fmt: skip
     heads = (4 - 1) * shape["engram_n_heads"]
     return parse_config(data | {"engram_num_embeddings": [heads * (shape["engram_vocab_size"] + 2000)]})
 
@@ -111,7 +128,8 @@ def build(config: ModelConfig, device: torch.device, graphs: bool = True) -> V41
         w.tensor("norm.weight"),
         w.linear("head.weight"),
         hashes,
-        {1: lambda rows: table.index_select(0, torch.from_numpy(rows).to(device))},
+        {1: lambda rows: table.index_select(0, staged(rows, device).to(device, non_blocking=True))},
+        Draft.read(w),
         numerics="exact",
         batch_invariant=False,
         keep_rows=None,
@@ -154,78 +172,118 @@ def step_bytes(model: V41Gpu, batch: int, context: int) -> dict[str, float]:
 
 def copy_rate(device: torch.device) -> float:
     """Bytes a second that a large device copy reads and writes."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    seconds = _device_seconds(lambda: target.copy_(source), 10)
-    return 2 * source.nbytes / seconds
+    return 2 * source.nbytes / _seconds(device, lambda: target.copy_(source), 10)
 
 
-def _device_seconds(run: Any, times: int) -> float:
-    """Median seconds of a launch on the device; wall time without one."""
-    spans = []
+def matrix_rates(device: torch.device, size: int = 8192) -> dict[str, float]:
+    """Operations a second of the framework's own square product, by format: what prefill is held against."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    one = torch.ones((), device=device)
+    small = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+    work = {
+        "bf16": lambda: a @ b,
+        "fp8": lambda: torch._scaled_mm(*small, scale_a=one, scale_b=one, out_dtype=torch.bfloat16),
+    }
+    return {name: 2 * size**3 / _seconds(device, run, 10) for name, run in work.items()}
+
+
+def _seconds(device: torch.device, run: Callable[[], Any], times: int) -> float:
+    """Seconds of one of `times` launches in a row, behind two that are not counted."""
+    for _ in range(2):
+        run()
+    wait(device)
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(times):
+            run()
+        end.record()
+        wait(device)
+        return begin.elapsed_time(end) / 1e3 / times
+    start = time.perf_counter()
     for _ in range(times):
-        if torch.cuda.is_available():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            spans.append(begin.elapsed_time(end) / 1e3)
-        else:
-            start = time.perf_counter()
-            run()
-            spans.append(time.perf_counter() - start)
-    return statistics.median(spans)
+        run()
+    return (time.perf_counter() - start) / times
 
 
 # ------------------------------------------------------------------ runs
 
 
-def decode(model: V41Gpu, batch: int, context: int, rate: float, times: int) -> dict[str, Any]:
-    """One row: batch sequences of `context` tokens, one new row each."""
-    blocks = -(-context // model.spec.block_tokens)
-    kv = KVPool(model.spec, batch * blocks, device=str(model.device))
-    kv.data.random_(0x30, 0x40)  # every byte is a valid code, and a scale that is neither zero nor NaN
-    states = model.new_states(batch)
-    states.windows.random_(0x30, 0x40)
-    segments = []
-    for slot in range(batch):
-        for phase in range(len(states.next)):
-            states.first[phase][slot], states.next[phase][slot] = 0, context - 1
-        table = range(slot * blocks, (slot + 1) * blocks)
-        segments.append(Segment(slot, context - 1, [5 + slot % 100], [3, 4, 5], table, outputs=[context - 1]))
+class Steps:
+    """`batch` sequences of `context` tokens and their next `rows` rows each, over and over. Cache and rings: random bytes."""
 
-    def step() -> None:
+    def __init__(self, model: V41Gpu, batch: int, context: int, rows: int = 1) -> None:
+        self.model, self.context, self.rows = model, context, rows
+        blocks = -(-(context + rows) // model.spec.block_tokens)
+        self.kv = KVPool(model.spec, batch * blocks, device=str(model.device))
+        self.kv.data.random_(0x30, 0x40)  # every byte is a valid code, and a scale that is neither zero nor NaN
+        self.states = model.new_states(batch)
+        self.states.windows.random_(0x30, 0x40)
+        self.segments = []
         for slot in range(batch):
-            for phase in range(len(states.next)):
-                states.next[phase][slot] = context - 1
-        model.logits(model.forward(segments, kv, states))
-        _wait(model.device)
+            table, ids = list(range(slot * blocks, (slot + 1) * blocks)), [5 + (slot + i) % 100 for i in range(rows)]
+            outputs = range(context - 1, context - 1 + rows)
+            self.segments.append(Segment(slot, context - 1, ids, [3, 4, 5], table, outputs=outputs))
 
-    step()
-    walls = []
+    def issue(self, batch: int | None = None) -> torch.Tensor:
+        """One step of the first `batch` sequences; returns when the device has been told."""
+        segments = self.segments[:batch]
+        for phase in range(len(self.states.next)):
+            for segment in segments:
+                self.states.first[phase][segment.slot], self.states.next[phase][segment.slot] = 0, segment.start
+        return self.model.logits(self.model.forward(segments, self.kv, self.states))
+
+
+def decode(model: V41Gpu, batch: int, context: int, rate: float, times: int, parts: bool) -> dict[str, Any]:
+    """One row: batch sequences of `context` tokens, one new row each."""
+    steps, device = Steps(model, batch, context), model.device
+    began = time.perf_counter()
+    steps.issue()
+    wait(device)
+    first = time.perf_counter() - began
+    waited, told = [], []
     for _ in range(times):
         start = time.perf_counter()
-        step()
-        walls.append(time.perf_counter() - start)
-    device = _device_of_step(model, batch, times)
-    parts = step_bytes(model, batch, context)
-    wall, ideal = statistics.median(walls), sum(parts.values()) / rate
-    return {
-        "batch": batch, "context": context, "wall_ms": wall * 1e3, "device_ms": device * 1e3,
-        "roofline_ms": ideal * 1e3, "of_roofline": ideal / device, "host_share": 1 - device / wall,
-        "tokens_per_s": batch / wall, "bytes": parts,
+        steps.issue()
+        told.append(time.perf_counter() - start)
+        wait(device)
+        waited.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    for _ in range(times):
+        steps.issue()
+    wait(device)
+    in_a_row = (time.perf_counter() - start) / times
+    alone, graph = in_a_row, None
+    if model.graphs:
+        graph = list(model.captured.values())[-1]
+        hidden = graph.replay()[:batch].clone()
+        alone = _seconds(device, lambda: (graph.replay(), model.logits(hidden)), times)
+    needed = step_bytes(model, batch, context)
+    ideal = sum(needed.values()) / rate
+    row = {
+        "batch": batch, "context": context, "device_ms": alone * 1e3, "roofline_ms": ideal * 1e3, "of_roofline": ideal / alone,
+        "step_ms": in_a_row * 1e3, "not_hidden": 1 - alone / in_a_row, "host_ms": statistics.median(told) * 1e3,
+        "waited_ms": statistics.median(waited) * 1e3, "tokens_per_s": batch / in_a_row, "first_s": first,
     }  # fmt: skip
+    if device.type == "cuda":
+        row["memory_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+    row["bytes"] = needed
+    if parts and graph is not None:
+        for name, measure in (
+            ("kernels_ms", lambda: by_kernel(device, graph.replay)),
+            ("parts_ms", lambda: by_part(model, steps.issue, times)),
+        ):
+            try:
+                row[name] = measure()
+            except Exception as error:  # the row itself stands
+                traceback.print_exc()
+                row[f"{name}_error"] = f"{type(error).__name__}: {str(error)[:300]}"
+    return row
 
 
-def _device_of_step(model: V41Gpu, batch: int, times: int) -> float:
-    """The captured forward and the logits, replayed back to back."""
-    graph: Graph = list(model.captured.values())[-1]
-    hidden = graph.run() if graph.graph is None else graph.out
-    return _device_seconds(graph.replay, times) + _device_seconds(lambda: model.logits(hidden[:batch]), times)
-
-
-def prefill(model: V41Gpu, tokens: int, chunk: int) -> dict[str, Any]:
+def prefill(model: V41Gpu, tokens: int, chunk: int, rates: dict[str, float]) -> dict[str, Any]:
     """One prompt of `tokens` in chunks."""
     blocks = -(-tokens // model.spec.block_tokens)
     kv, states = KVPool(model.spec, blocks, device=str(model.device)), model.new_states(1)
@@ -238,16 +296,34 @@ def prefill(model: V41Gpu, tokens: int, chunk: int) -> dict[str, Any]:
             stop = min(begin + chunk, tokens)
             piece = Segment(0, begin, draw[begin:stop], draw[max(0, begin - 3) : begin], range(blocks), outputs=[stop - 1])
             model.forward([piece], kv, states)
-        _wait(model.device)
+        wait(model.device)
         return time.perf_counter() - start
 
     run()
-    seconds = statistics.median(run() for _ in range(3))
-    active = sum(_active(layer, model.config) for layer in model.layers)
+    seconds = min(run() for _ in range(2))
+    work = sum(prefill_work(model, tokens).values())
     return {
-        "tokens": tokens, "chunk": chunk, "seconds": seconds, "tokens_per_s": tokens / seconds,
-        "weight_tflops": 2 * active * tokens / seconds / 1e12,
+        "prefill": tokens, "chunk": chunk, "seconds": seconds, "tokens_per_s": tokens / seconds,
+        "tflops": work / seconds / 1e12,
+        **{f"of_{name}": work / seconds / rate for name, rate in rates.items()},
     }  # fmt: skip
+
+
+def prefill_work(model: V41Gpu, tokens: int) -> dict[str, float]:
+    """Operations of a prompt: products with weights, attention (window and selected entries), scores of index keys."""
+    c, work = model.config, {"weights": 0.0, "attention": 0.0, "index": 0.0}
+    position = np.arange(1, tokens + 1)
+    for index, layer in enumerate(model.layers):
+        work["weights"] += 2 * _active(layer, c) * tokens
+        ratio = c.compress_ratios[index]
+        seen = np.minimum(position, c.sliding_window) + (np.minimum(position // ratio, c.index_topk) if ratio else 0)
+        work["attention"] += 4.0 * c.num_attention_heads * c.head_dim * seen.sum()
+        if layer.attn.selector is not None:
+            keys = position // ratio
+            if c.uses_candidates(index):
+                keys = np.minimum(keys, c.candidate_topk_blocks * c.candidate_block_size)
+            work["index"] += 2.0 * c.index_n_heads * c.index_head_dim * keys.sum()
+    return work
 
 
 def _active(layer: weights.Layer, c: ModelConfig) -> float:
@@ -261,55 +337,106 @@ def _active(layer: weights.Layer, c: ModelConfig) -> float:
     )
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="headrace.engine.models.v41.gpu.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+class Rows:
+    """Prints rows one by one. One that fails says so; what comes behind `seconds` is left out and says so too."""
+
+    def __init__(self, as_json: bool, seconds: float) -> None:
+        self.as_json, self.end, self.failed = as_json, time.monotonic() + seconds, 0
+
+    def add(self, names: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if time.monotonic() > self.end:
+            row = {"left_out": "no time"}
+        else:
+            try:
+                row = make()
+            except Exception as error:
+                traceback.print_exc()
+                self.failed += 1
+                row = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        self.say(names | row)
+        return row
+
+    def say(self, row: dict[str, Any]) -> None:
+        if self.as_json:
+            print(json.dumps(row), flush=True)
+            return
+        tables = {name: row[name] for name in row if isinstance(row[name], dict)}
+        plain = {name: value for name, value in row.items() if name not in tables}
+        print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in plain.items()), flush=True)
+        for name, values in tables.items():
+            scale, unit = (1e6, " MB") if name == "bytes" else (1, "")
+            print(f"    {name}{unit}: " + ", ".join(f"{k} {v / scale:.3f}" for k, v in values.items()), flush=True)
+
+
+def forget(model: V41Gpu) -> None:
+    """Captured graphs and what the allocators keep of them: the next row is of another size."""
+    model.captured.clear()
+    gc.collect()
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(model.device)
+
+
+def arguments_for(program: str, text: str | None) -> argparse.ArgumentParser:
+    """What this command and `bench_drafts` share."""
+    parser = argparse.ArgumentParser(prog=program, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=96)
-    parser.add_argument("--batch", type=_numbers, default=[1, 8, 64, 256], help="sequences of a step (default: 1,8,64,256)")
-    parser.add_argument("--context", type=_numbers, default=[4096, 32768, 131072], help="tokens of each (default: 4k,32k,128k)")
-    parser.add_argument("--prefill", type=_numbers, default=[4096, 32768], help="prompt lengths; 0: none")
-    parser.add_argument("--chunk", type=int, default=4096, help="rows of a prefill step (default: 4096)")
-    parser.add_argument("--times", type=int, default=10, help="repetitions; the median counts (default: 10)")
-    parser.add_argument("--tbs", type=float, default=0.0, help="TB/s of the roofline (default: a copy, measured)")
+    parser.add_argument("--times", type=int, default=10, help="repetitions (default: 10)")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no new row begins (default: no end)")
+    parser.add_argument("--eager", action="store_true", help="without captured graphs: to find out what fails")
     parser.add_argument("--small", action="store_true", help="the smallest dimensions: only to try the command")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def device_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device is visible; --device cpu --small under TRITON_INTERPRET=1 only tries the command")
+    return device
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = arguments_for("headrace.engine.models.v41.gpu.bench", __doc__)
+    parser.add_argument("--batch", type=numbers, default=[64, 256, 8, 1], help="sequences of a step (default: 64,256,8,1)")
+    parser.add_argument("--context", type=numbers, default=[4096, 32768, 131072], help="tokens of each (default: 4k,32k,128k)")
+    parser.add_argument("--prefill", type=numbers, default=[4096, 32768], help="prompt lengths; 0: none")
+    parser.add_argument("--chunk", type=int, default=4096, help="rows of a prefill step (default: 4096)")
+    parser.add_argument("--tbs", type=float, default=0.0, help="TB/s of the roofline (default: a copy, measured)")
+    parser.add_argument("--parts", type=numbers, default=[64, 256], help="batches whose device time is split up; 0: none")
+    options = parser.parse_args(arguments)
+    device, rows = device_of(parser, options), Rows(options.json, options.budget)
     config = configure(SMALL if options.small else RELEASED, options.layers, options.experts)
     rate = options.tbs * 1e12 or (copy_rate(device) if device.type == "cuda" else 1e10)
-    model = build(config, device)
+    rates = matrix_rates(device) if device.type == "cuda" else {}
+    model = build(config, device, graphs=not options.eager)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    _say(options, {"card": card, "tb_per_s": rate / 1e12, "layers": options.layers, "experts": options.experts})
+    measured = {"tb_per_s": rate / 1e12, **{f"{name}_tflops": value / 1e12 for name, value in rates.items()}}
+    rows.say({"card": card, "torch": torch.__version__, "layers": options.layers, "experts": options.experts} | measured)
     for context in options.context:
         for batch in options.batch:
-            _say(options, decode(model, batch, context, rate, options.times))
-            model.captured.clear()
-    for tokens in filter(None, options.prefill):
-        _say(options, prefill(model, tokens, options.chunk))
-    return 0
+            parts = batch in options.parts
+            rows.add(
+                {"batch": batch, "context": context},
+                lambda b=batch, c=context, p=parts: decode(model, b, c, rate, options.times, p),
+            )
+            forget(model)
+        if context == options.context[0]:
+            for tokens in filter(None, options.prefill):
+                rows.add({"prefill": tokens}, lambda n=tokens: prefill(model, n, options.chunk, rates))
+                forget(model)
+    return int(rows.failed > 0)
 
 
-def _say(options: argparse.Namespace, row: dict[str, Any]) -> None:
-    if options.json:
-        print(json.dumps(row), flush=True)
-        return
-    parts = row.pop("bytes", {})
-    print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
-    if parts:
-        print("    MB: " + ", ".join(f"{k} {v / 1e6:.1f}" for k, v in parts.items()), flush=True)
-
-
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 

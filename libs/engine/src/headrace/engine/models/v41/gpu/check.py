@@ -1,6 +1,7 @@
 """The GPU path against the CPU's on a random checkpoint: `python -m headrace.engine.models.v41.gpu.check [--device cuda]`.
 
-Rows in one chunk, in pieces, as decode steps and beside another sequence, in class `exact` or `bounded`. The two paths round
+Rows in one chunk, in pieces, as decode steps and beside another sequence, in class `exact` or `bounded`; and, bit for bit, the
+same rows and states in any chunks and any company with `batch_invariant`. The two paths round
 in different places (bf16 activations, FP4 keys), and a rounding that flips can move a row far; so the measure is the median
 row, beside that of the CPU path in bf16, which has the same freedom. With TRITON_INTERPRET=1 it runs on a CPU, slowly.
 """
@@ -13,6 +14,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -39,9 +41,7 @@ TEXT = {
 WORSE = 2.0  # the GPU's median error may be so many times the CPU's in bf16
 
 
-def rows_of(
-    model: Model, ids: Sequence[int], cuts: Sequence[int], floor: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, bytes]:
+def rows_of(model: Model, ids: Sequence[int], cuts: Sequence[int], floor: int = 0) -> tuple[torch.Tensor, torch.Tensor, bytes]:
     """Hidden rows of `ids` from `floor` on, computed in pieces that end at `cuts`; base logits of a draft behind them; the
     packed state. Beside the last piece another sequence begins."""
     kv, states = KVPool(model.spec, 4, device=str(model.device)), model.new_states(3)
@@ -93,15 +93,43 @@ def check(device: str, rows: int, numerics: str) -> dict:
     return report
 
 
+def invariance(device: str, rows: int) -> dict:
+    """Class exact with batch_invariant: hidden rows, logits, drafts and packed states bitwise equal in one chunk, in pieces and
+    single rows, beside other sequences, and one by one in the head."""
+    draw = random.Random(11)
+    ids = [draw.randrange(3, 250) for _ in range(rows)]
+    chunkings = [[rows], [rows - 4, rows - 1, rows], [*range(rows // 2, rows + 1)], [2, rows // 2, rows]]
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(TEXT, 3, folder)
+        model = load(Checkpoint(path), read_config(path), LoadOptions("quantized", "exact", True, device, None, None))
+        (hidden, base, packed), *others = [rows_of(model, ids, cuts) for cuts in chunkings[: 4 if device == "cuda" else 2]]
+        together = model.logits(hidden.to(model.device))
+        alone = torch.cat([model.logits(row[None].to(model.device)) for row in hidden])
+    report = {
+        "device": device, "batch_invariant": True, "rows": rows,
+        "rows_equal": [torch.equal(hidden, other) for other, _, _ in others],
+        "drafts_equal": [torch.equal(base, other) for _, other, _ in others],
+        "states_equal": [packed == other for _, _, other in others],
+        "logits_equal": torch.equal(together, alone),
+    }  # fmt: skip
+    every = (*report["rows_equal"], *report["drafts_equal"], *report["states_equal"], report["logits_equal"])
+    return report | {"ok": all(every)}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="headrace.engine.models.v41.gpu.check", description=__doc__)
     parser.add_argument("--device", default="cuda", help="cuda, or cpu under TRITON_INTERPRET=1 (default: cuda)")
     parser.add_argument("--rows", type=int, default=200, help="rows of the sequence, at least 12 (default: 200)")
     parser.add_argument("--numerics", choices=("exact", "bounded"), action="append", help="class (default: both)")
+    parser.add_argument("--only-invariance", action="store_true", help="batch invariance alone")
     options = parser.parse_args(arguments)
+    classes = () if options.only_invariance else options.numerics or ("exact", "bounded")
+    runs = [partial(check, options.device, options.rows, numerics) for numerics in classes]
     good = True
-    for numerics in options.numerics or ("exact", "bounded"):
-        report = check(options.device, options.rows, numerics)
+    if options.only_invariance or not options.numerics:
+        runs.append(partial(invariance, options.device, options.rows))
+    for run in runs:
+        report = run()
         print(json.dumps(report), flush=True)
         good &= report["ok"]
     return int(not good)

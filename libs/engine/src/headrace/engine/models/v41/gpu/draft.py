@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from headrace.kernels.kv_store import kv_store
@@ -84,25 +85,36 @@ class Draft:
 
 @dataclass(slots=True)
 class Block:
-    """Rows of R blocks of one step: position int64 [R * block], index int32 [R * block, window + block] into each stage's
-    pool, own int64 [R * block] where each row's own KV goes."""
+    """Rows of R blocks of one step: anchor int64 [R]; position int64 [R * block], live bool [R * block], index int32
+    [R * block, window + block] into each stage's pool, own int64 [R * block] where each row's own KV goes."""
 
+    anchor: torch.Tensor
     position: torch.Tensor
+    live: torch.Tensor
     index: torch.Tensor
     own: torch.Tensor
 
 
-def block_rows(
-    config: ModelConfig, states: GpuStatePool, slots: Sequence[int], positions: Sequence[int], device: torch.device
-) -> Block:
-    """ValueError when a slot cannot draft at its position."""
+def block_values(
+    states: GpuStatePool, slots: Sequence[int], anchors: Sequence[int], positions: Sequence[int], padded: int
+) -> np.ndarray:
+    """What the host says of each block: anchor, slot, position, oldest row to be seen, live; int64 [5, padded]. ValueError when
+    a slot cannot draft at its position."""
+    values, count = np.zeros((5, padded), np.int64), len(slots)
     first = [states.first_draft(*pair) for pair in zip(slots, positions, strict=True)]
-    size, window, count = config.dspark_block_size, config.sliding_window, len(slots)
-    states.ensure_scratch(count * size)
-    slot, position, first = (torch.tensor(v, dtype=torch.int64, device=device) for v in (slots, positions, first))
-    before = position[:, None] + torch.arange(-window, 0, device=device)
-    cells = (slot[:, None] * states.ring + before.remainder(states.ring)).masked_fill(before < first[:, None], -1)
-    own = (states.slots + 1) * states.ring + torch.arange(count * size, device=device).view(count, size)
-    index = torch.cat([cells, own], 1).int().repeat_interleave(size, 0)
-    rows = position[:, None] + torch.arange(size, device=device)
-    return Block(rows.flatten(), index.contiguous(), own.flatten())
+    values[:4, :count], values[4, :count] = (anchors, slots, positions, first), 1
+    return values
+
+
+def block_rows(config: ModelConfig, states: GpuStatePool, values: torch.Tensor) -> Block:
+    """Every index that follows from `block_values`, in operations of fixed shape. A padding block sees only itself."""
+    anchor, slot, position, first, live = values
+    size, window, count = config.dspark_block_size, config.sliding_window, values.shape[1]
+    before = position[:, None] + torch.arange(-window, 0, device=values.device)
+    hidden = (before < first[:, None]) | (live == 0)[:, None]
+    cells = (slot[:, None] * states.ring + before.remainder(states.ring)).masked_fill(hidden, -1)
+    own = (states.slots + 1) * states.ring + torch.arange(count * size, device=values.device).view(count, size)
+    index = torch.cat([cells, own], 1).int().unsqueeze(1).expand(-1, size, -1).reshape(count * size, -1)
+    rows = position[:, None] + torch.arange(size, device=values.device)
+    alive = (live != 0).unsqueeze(1).expand(-1, size).reshape(-1)
+    return Block(anchor, rows.flatten(), alive, index, own.flatten())

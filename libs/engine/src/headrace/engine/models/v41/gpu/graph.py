@@ -6,8 +6,10 @@ replay runs the pass anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,15 @@ import torch
 from headrace.kernels._triton import workspace
 
 from .rows import GpuRows
+
+Value = np.ndarray | torch.Tensor
+
+
+def staged(values: Value, device: torch.device) -> torch.Tensor:
+    """Host values where a copy to the device does not hold up the host: a copy from pageable memory may wait for everything
+    before it. The allocator of pinned memory does not give it to others before the copy is over. Device tensors stay."""
+    host = torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
+    return host.pin_memory() if device.type == "cuda" and host.device.type == "cpu" else host
 
 
 @dataclass(slots=True)
@@ -38,49 +49,50 @@ class Inputs:
     images: Images | None = None
 
 
+@functools.cache
+def _warm_up_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all graphs: memory that a stream has used serves no other."""
+    return torch.cuda.Stream(device)
+
+
 class Graph:
-    """A captured pass of one shape. `run(ids, matrix, tables, memory)` launches it on these very tensors."""
+    """A captured pass of one shape. `run` launches it on these very tensors, one for each of `values`.
+
+    `pool`: of a graph that is never replayed at the same time, to share the memory of intermediate results with; the output of
+    each stays its own.
+    """
 
     WARM_UPS = 2  # Triton compiles and chooses in the first; the capture itself must not
 
-    def __init__(
-        self,
-        run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, dict[int, torch.Tensor]], torch.Tensor],
-        ids: np.ndarray,
-        matrix: np.ndarray,
-        tables: np.ndarray,
-        memory: dict[int, torch.Tensor],
-        device: torch.device,
-    ) -> None:
-        self.ids, self.matrix, self.tables = (torch.from_numpy(part.copy()).to(device) for part in (ids, matrix, tables))
-        self.memory = {layer: values.to(device, copy=True) for layer, values in memory.items()}
-        self.run = lambda: run(self.ids, self.matrix, self.tables, self.memory)
+    def __init__(self, run: Callable[..., Any], values: Sequence[Value], device: torch.device, pool: Any = None) -> None:
+        self.inputs = [torch.as_tensor(value).to(device, copy=True) for value in values]
+        self.run = lambda: run(*self.inputs)
         self.graph: torch.cuda.CUDAGraph | None = None
         if device.type != "cuda":
             return
         # A pass writes only what its own rows own, with the same values each time, and reads a pending row before it writes
         # another cell: it may run more than once.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        stream = _warm_up_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(self.WARM_UPS):
                 self.run()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=pool):
             self.out = self.run()
         self._scratch = workspace(device, 1, 1)  # the kernels' own, which a larger launch would replace and free
 
-    def __call__(
-        self, ids: np.ndarray, matrix: np.ndarray, tables: np.ndarray, memory: dict[int, torch.Tensor]
-    ) -> torch.Tensor:
-        for place, values in ((self.ids, ids), (self.matrix, matrix), (self.tables, tables)):
-            place.copy_(torch.from_numpy(values), non_blocking=True)
-        for layer, values in memory.items():
-            self.memory[layer].copy_(values, non_blocking=True)
+    @property
+    def pool(self) -> Any:
+        return None if self.graph is None else self.graph.pool()
+
+    def __call__(self, values: Sequence[Value]) -> Any:
+        for place, value in zip(self.inputs, values, strict=True):
+            place.copy_(staged(value, place.device), non_blocking=True)
         return self.replay()
 
-    def replay(self) -> torch.Tensor:
+    def replay(self) -> Any:
         """The pass on the inputs that are in place; with a CUDA device its output is overwritten by the next."""
         if self.graph is None:
             return self.run()

@@ -15,6 +15,7 @@ from ..engram import NgramHash, RowReader
 from ..loader import check_tensors, row_reader, token_map
 from . import weights
 from .draft import Draft
+from .graph import staged
 from .model import V41Gpu, runs
 from .weights import Weights
 
@@ -61,7 +62,7 @@ def _reader(checkpoint: Checkpoint, config: ModelConfig, layer: int, device: tor
     scales = checkpoint.tensor(weights.scale_name(name)).view(torch.uint8).to(device)
 
     def read(rows: np.ndarray) -> torch.Tensor:
-        index = torch.from_numpy(np.ascontiguousarray(rows)).to(device, non_blocking=True)
+        index = staged(rows, device).to(device, non_blocking=True)
         return engram_gather(values, scales, index.view(1, -1)).view(-1, config.engram_head_dim)
 
     return read

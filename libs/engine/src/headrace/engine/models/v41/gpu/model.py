@@ -7,12 +7,13 @@ functions uncaptured. Knows layers and rows; policy, requests and sampling are o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from headrace.kernels._triton import cdiv, next_power_of_2
 from headrace.kernels.embedding import embedding
 from headrace.kernels.engram import engram_gate
 from headrace.kernels.gemm_upcast import gemm_upcast
@@ -23,7 +24,7 @@ from headrace.kernels.mhc import mhc_coefficients, mhc_pass
 from headrace.kernels.quantize import round_fp4_ue8m0
 from headrace.kernels.rmsnorm import rmsnorm
 from headrace.kernels.rope import rope, rope_tables
-from headrace.kernels.routing import combine, permute, plan_rows, route
+from headrace.kernels.routing import ALIGNMENT, combine, permute, plan_rows, route
 from headrace.kernels.sparse_attention import sparse_attention
 from headrace.kernels.swiglu import swiglu
 from headrace.kernels.topk import topk
@@ -39,8 +40,8 @@ from ..images import hashed_ids, image_values
 from ..layers import rope_frequencies
 from ..model import check_batch
 from ..rows import Piece, piece_of, row_zero
-from .draft import Draft, block_rows
-from .graph import Graph, Images, Inputs
+from .draft import Draft, block_rows, block_values
+from .graph import Graph, Images, Inputs, Value, staged
 from .rows import Copies, GpuRows, HostRows, host_rows
 from .states import GpuStatePool
 from .weights import Attention, Experts, Layer, Mix, Weight
@@ -132,6 +133,7 @@ class V41Gpu:
 
     def new_states(self, slots: int, scratch: int = 0) -> GpuStatePool:
         """`slots` state slots. `scratch`: entries of chunks longer than a ring that are made room for at once."""
+        scratch = max(scratch, _padded(slots) * self.draft_block)  # a pool that grows later loses its captured graphs
         return GpuStatePool(self.config, self.spec, self.codecs, slots, scratch, self.device)
 
     # -------------------------------------------------------------- entry points
@@ -170,10 +172,24 @@ class V41Gpu:
         c = self.config
         if self.mtp is None:
             raise ValueError("this checkpoint has no draft (num_nextn_predict_layers 0)")
-        rows = block_rows(c, states, slots, positions, self.device)
-        anchor = torch.tensor(anchors, dtype=torch.int64, device=self.device)
+        count, size = len(slots), c.dspark_block_size
+        values = block_values(states, slots, anchors, positions, _padded(count) if self.graphs else count)
+        states.ensure_scratch(values.shape[1] * size)
+        if self.graphs:
+            key = ("draft", *values.shape, *states.places)
+            parts = self._captured(key, lambda values: self._draft_pass(values, states), [values])
+        else:
+            parts = self._draft_pass(self._upload(values), states)
+        raw, normed, base = (part[: count * size].unflatten(0, (count, size)) for part in parts)
+        anchor = self._upload(np.array(anchors, np.int64))
+        return finish_drafts(self.mtp.heads, raw, normed, base.clone(), anchor, choose, 1)
+
+    def _draft_pass(self, values: torch.Tensor, states: GpuStatePool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All stages for the blocks of `block_values`: hidden rows [R * block, d] before and after the norm, base logits."""
+        c = self.config
+        rows = block_rows(c, states, values)
         phases = rope_tables(rows.position, self.frequencies[False])
-        x, pre = self._enter(embedding(self.embed, noise_block(c, anchor).int()))
+        x, pre = self._enter(embedding(self.embed, noise_block(c, rows.anchor).int()))
         expand = None
         for i, stage in enumerate(self.mtp.stages):
             x, u, parts = self._mhc(x, expand, pre, stage.attn_mix.fn)
@@ -186,24 +202,18 @@ class V41Gpu:
             )
             x, u, parts = self._mhc(x, (self._project(stage.attn, o), post, comb), next_pre, stage.ffn_mix.fn)
             pre, post, comb = self._coefficients(parts, stage.ffn_mix)
-            expand = self._experts(stage.ffn, rmsnorm(u, stage.ffn_norm, c.rms_norm_eps)), post, comb
+            expand = self._experts(stage.ffn, rmsnorm(u, stage.ffn_norm, c.rms_norm_eps), rows.live), post, comb
         _, raw, _ = self._mhc(x, expand, pre)
         normed = rmsnorm(raw, self.mtp.norm, c.rms_norm_eps)
-        base = self.logits(normed).unflatten(0, (len(slots), -1))
-        raw, normed = (part.unflatten(0, (len(slots), -1)) for part in (raw, normed))
-        return finish_drafts(self.mtp.heads, raw, normed, base, anchor, choose, 1)
+        return raw, normed, self.logits(normed)
 
     # -------------------------------------------------------------- the host's part
 
     def _encoder_piece(self, index: int, segment: Segment, states: GpuStatePool) -> Piece:
         first = states.advance(ENCODER, segment.slot, segment.start, segment.stop)
-        return piece_of(
-            index, segment.start, segment.stop, max(first, segment.window_floor), self.config.sliding_window
-        )
+        return piece_of(index, segment.start, segment.stop, max(first, segment.window_floor), self.config.sliding_window)
 
-    def _decoder_pieces(
-        self, pieces: list[Piece], segments: Sequence[Segment], states: GpuStatePool
-    ) -> list[Piece]:
+    def _decoder_pieces(self, pieces: list[Piece], segments: Sequence[Segment], states: GpuStatePool) -> list[Piece]:
         kept = []
         for piece in pieces:
             segment = segments[piece.index]
@@ -222,6 +232,7 @@ class V41Gpu:
         return host_rows(
             pieces,
             segments,
+            states.tables,
             window=self.config.sliding_window,
             ring=states.ring,
             slots=states.slots,
@@ -232,7 +243,7 @@ class V41Gpu:
         )
 
     def _memory(self, pieces: list[Piece], segments: Sequence[Segment], padded: int) -> dict[int, torch.Tensor]:
-        """Engram rows of this batch, host memory: layer -> bf16 [padded, hashes * dim]."""
+        """Engram rows of this batch, in host memory or on the device: layer -> bf16 [padded, hashes * dim]."""
         if self.ngrams is None:
             return {}
         hashed = self.ngrams.contexts([(segments[p.index].prev_ids, hashed_ids(segments[p.index])) for p in pieces])
@@ -255,8 +266,7 @@ class V41Gpu:
         return Images(self._upload(inside), self._upload(rows), values)
 
     def _upload(self, values: np.ndarray) -> torch.Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(values))
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+        return staged(values, self.device).to(self.device, non_blocking=True)
 
     def _rows(self, host: HostRows, matrix: torch.Tensor, tables: torch.Tensor, states: GpuStatePool) -> GpuRows:
         copies = None if host.copies is None else Copies(*(self._upload(part) for part in host.copies))
@@ -283,7 +293,7 @@ class V41Gpu:
         states: GpuStatePool,
     ) -> torch.Tensor | None:
         rows = self._rows(host, self._upload(host.matrix), self._upload(host.tables), states)
-        memory = {layer: values.to(self.device) for layer, values in memory.items()}
+        memory = {layer: staged(values, self.device).to(self.device, non_blocking=True) for layer, values in memory.items()}
         inputs = Inputs(self._upload(ids), rows, memory, images=self._images(pieces, segments, host.matrix.shape[1]))
         if not kept:
             self.run(inputs, kv, states, until=self.config.cut_layer)
@@ -301,14 +311,21 @@ class V41Gpu:
         pieces = _padded(host.tables.shape[0])
         tables = np.zeros((pieces, host.tables.shape[1]), np.int32)
         tables[: host.tables.shape[0]] = host.tables
-        key = (*host.matrix.shape, *tables.shape, kv.data.data_ptr(), states.windows.data_ptr())
+        key = (*host.matrix.shape, *tables.shape, kv.data.data_ptr(), *states.places)
+
+        def run(ids: torch.Tensor, matrix: torch.Tensor, tables: torch.Tensor, *memory: torch.Tensor) -> torch.Tensor:
+            rows = self._rows(host, matrix, tables, states)
+            return self.run(Inputs(ids, rows, dict(zip(layers, memory, strict=True))), kv, states)
+
+        layers = list(memory)
+        return self._captured(key, run, [ids, host.matrix, tables, *memory.values()])
+
+    def _captured(self, key: tuple, run: Callable[..., Any], values: list[Value]) -> Any:
+        """What `run` makes of the values: captured when a key is new, then replayed."""
         if key not in self.captured:
-
-            def run(ids: torch.Tensor, matrix: torch.Tensor, tables: torch.Tensor, memory: dict) -> torch.Tensor:
-                return self.run(Inputs(ids, self._rows(host, matrix, tables, states), memory), kv, states)
-
-            self.captured[key] = Graph(run, ids, host.matrix, tables, memory, self.device)
-        return self.captured[key](ids, host.matrix, tables, memory)
+            other = next(iter(self.captured.values()), None)
+            self.captured[key] = Graph(run, values, self.device, other and other.pool)
+        return self.captured[key](values)
 
     # -------------------------------------------------------------- the device's part
 
@@ -370,9 +387,7 @@ class V41Gpu:
 
     def _coefficients(self, parts: torch.Tensor, mix: Mix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         c = self.config
-        return mhc_coefficients(
-            parts, mix.base, mix.scale, c.hidden_size, c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters
-        )
+        return mhc_coefficients(parts, mix.base, mix.scale, c.hidden_size, c.rms_norm_eps, c.hc_eps, c.hc_sinkhorn_iters)
 
     def _engram(self, layer: Layer, x: torch.Tensor, memory: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
         engram, live = layer.engram, None if inside is None else ~inside
@@ -475,7 +490,7 @@ class V41Gpu:
         visible, most = rows.visible(ratio), rows.tokens // ratio
         if most <= c.index_topk:
             numbers = torch.arange(most, dtype=torch.int32, device=self.device)
-            return torch.where(numbers < visible.unsqueeze(1), numbers, -1)
+            return numbers.expand(rows.padded, -1).masked_fill(numbers >= visible.unsqueeze(1), -1)
         q = attn.selector.wq(qr, invariant=self.batch_invariant).view(-1, c.index_n_heads, c.index_head_dim)
         q = round_fp4_ue8m0(rope(q, *phases)).to(self.dtype)
         weights = attn.selector.weights(u, torch.float32, self.batch_invariant)
@@ -489,9 +504,7 @@ class V41Gpu:
         chosen = topk(scores, c.index_topk)
         return chosen if allowed is None else _positions_in(allowed, chosen)
 
-    def _chosen(
-        self, index: int, rows: GpuRows, selection: Selection, kv: KVPool
-    ) -> tuple[PagedKV, torch.Tensor]:
+    def _chosen(self, index: int, rows: GpuRows, selection: Selection, kv: KVPool) -> tuple[PagedKV, torch.Tensor]:
         owner, chooser = self.config.kv_owner(index), self.config.index_owner(index)
         if (owner, chooser) not in selection.entries:
             entries = rows.entries(selection.numbers[chooser], self.config.compress_ratios[owner])
@@ -514,14 +527,15 @@ class V41Gpu:
         bias = ffn.bias if inside is None else torch.where(inside.unsqueeze(1), ffn.bias_vl, ffn.bias)
         experts, weights = route(logits, bias, ffn.top_k, scale=c.routed_scaling_factor)
         experts = experts if live is None else experts.masked_fill(~live.unsqueeze(1), -1)
-        row_of_choice, group_of_row, _ = plan_rows(experts, ffn.count)
+        tile = ALIGNMENT if invariant else _tile(cdiv(2 * experts.numel(), ffn.count))
+        row_of_choice, group_of_row, _ = plan_rows(experts, ffn.count, tile)
         capacity = group_of_row.shape[0]
         spread = torch.zeros(capacity + 1, device=self.device)
         spread[row_of_choice.flatten().long()] = weights.flatten()  # -1 is the spare last place
         grouped = permute(x, row_of_choice, capacity)
-        hidden = _grouped(ffn.w_in, grouped, group_of_row=group_of_row, invariant=invariant)
+        hidden = _grouped(ffn.w_in, grouped, group_of_row=group_of_row, tile=tile, invariant=invariant)
         hidden = swiglu(hidden, c.swiglu_limit, spread[:-1])
-        routed = _grouped(ffn.w_out, hidden, group_of_row=group_of_row, invariant=invariant)
+        routed = _grouped(ffn.w_out, hidden, group_of_row=group_of_row, tile=tile, invariant=invariant)
         shared = ffn.shared_out(swiglu(ffn.shared_in(x, invariant=invariant), c.swiglu_limit), invariant=invariant)
         return combine(routed, row_of_choice, None, shared)
 
@@ -532,11 +546,19 @@ def _grouped(
     *,
     group_of_row: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
+    tile: int | None = None,
     invariant: bool = False,
 ) -> torch.Tensor:
+    """`tile`: what a group's rows begin at multiples of, and about as many as a group has."""
     return gemm_upcast(
-        x, weight.data, weight.scale, weight.name, group_of_row=group_of_row, counts=counts, batch_invariant=invariant
-    )
+        x, weight.data, weight.scale, weight.name, group_of_row=group_of_row, counts=counts, expected_rows=tile,
+        alignment=tile or ALIGNMENT, batch_invariant=invariant,
+    )  # fmt: skip
+
+
+def _tile(rows: int) -> int:
+    """Rows of an expert's tile when about so many come to it: a tile of few rows is not filled up with padding."""
+    return min(ALIGNMENT, max(16, next_power_of_2(rows)))
 
 
 def _copy(pool: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -547,7 +569,7 @@ def _copy(pool: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> Non
 def _positions_in(candidates: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Columns [T, k] of scores over candidate blocks [T, C] -> entry numbers; ascending stays ascending, -1 stays."""
     block = candidates.gather(1, columns.clamp_min(0).long() // CANDIDATE_BLOCK)
-    return torch.where(columns < 0, -1, block * CANDIDATE_BLOCK + columns % CANDIDATE_BLOCK)
+    return (block * CANDIDATE_BLOCK + columns % CANDIDATE_BLOCK).masked_fill(columns < 0, -1)
 
 
 def _places(pieces: list[Piece], segments: Sequence[Segment]) -> np.ndarray:

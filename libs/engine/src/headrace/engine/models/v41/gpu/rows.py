@@ -49,9 +49,25 @@ class HostRows:
     count: int
 
 
+class Tables:
+    """Block tables as arrays, by state slot: a long list takes far longer to convert than to compare."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Sequence[int], np.ndarray]] = {}
+
+    def row(self, slot: int, table: Sequence[int], blocks: int, tokens: int) -> np.ndarray:
+        """The first `blocks` of a table, which `tokens` tokens need: int32 [blocks]."""
+        known = self._known.get(slot)
+        if known is None or known[0] != table or len(table) < blocks:
+            padded_table(table, blocks, blocks, tokens)  # long enough?
+            known = self._known[slot] = (table if isinstance(table, range) else list(table), np.array(table, np.int32))
+        return known[1][:blocks]
+
+
 def host_rows(
     pieces: Sequence[Piece],
     segments: Sequence[Segment],
+    known: Tables,
     *,
     window: int,
     ring: int,
@@ -62,39 +78,36 @@ def host_rows(
     block_tokens: int,
 ) -> HostRows:
     """`longest`: rows of a piece that still go through the ring; `padded` rows and `blocks` columns in all."""
-    count = sum(piece.length for piece in pieces)
+    pairs = [(piece, segments[piece.index]) for piece in pieces]
+    fields = [(p.start, p.stop - p.start, s.slot, max(p.floor, 0), s.write_floor, RING) for p, s in pairs]
+    start, length, slot, floor, write_floor, line = np.array(fields, np.int32).reshape(-1, 6).T.copy()
+    tables = np.zeros((len(pieces), blocks), np.int32)
+    for number, (piece, segment) in enumerate(pairs):
+        needed = -(-piece.stop // block_tokens)
+        tables[number, :needed] = known.row(segment.slot, segment.block_table, needed, piece.stop)
+    copies, scratch = [], 0
+    for number in np.flatnonzero(length > longest):
+        piece, segment = pairs[number]
+        line[number] = (slots + 1) * ring + scratch - (piece.start - window + 1)  # entry of position 0, had it one
+        copies.append(_copies(piece, segment.slot, int(line[number]), window, ring))
+        scratch += window - 1 + piece.length
+    count = int(length.sum())
+    of = np.repeat(np.arange(len(pieces), dtype=np.int32), length)
+    inside = np.arange(count, dtype=np.int32) - (np.cumsum(length) - length)[of]
     matrix = np.zeros((FIELDS, padded), np.int32)
     matrix[SCRATCH], matrix[SLOT] = RING, slots  # padding rows write into the spare slot
-    tables = np.zeros((len(pieces), blocks), np.int32)
-    copies: list[list[np.ndarray]] = [[], [], [], []]
-    begin, scratch = 0, 0
-    for number, piece in enumerate(pieces):
-        segment, own = segments[piece.index], slice(begin, begin + piece.length)
-        matrix[POSITION, own] = np.arange(piece.start, piece.stop)
-        matrix[SEQUENCE, own] = number
-        matrix[SLOT, own] = segment.slot
-        matrix[FLOOR, own] = max(piece.floor, 0)
-        matrix[WRITE_FLOOR, own] = segment.write_floor
-        matrix[IN_PIECE, own] = np.arange(piece.length)
-        matrix[FROM_END, own] = np.arange(piece.length, 0, -1)
-        matrix[LIVE, own] = 1
-        needed = -(-piece.stop // block_tokens)
-        tables[number, :needed] = padded_table(segment.block_table, needed, needed, piece.stop)
-        if piece.length > longest:
-            line = (slots + 1) * ring + scratch - (piece.start - window + 1)  # entry of position 0, had it one
-            matrix[SCRATCH, own] = line
-            before = np.arange(max(piece.start - window + 1, 0), piece.start)
-            kept = np.arange(max(piece.stop - ring, piece.start), piece.stop)
-            for part, values in zip(
-                copies,
-                (segment.slot * ring + before % ring, line + before, line + kept, segment.slot * ring + kept % ring),
-                strict=True,
-            ):
-                part.append(values)
-            scratch += window - 1 + piece.length
-        begin += piece.length
-    joined = tuple(np.concatenate(part).astype(np.int64) for part in copies) if scratch else None
+    own = matrix[:, :count]
+    own[POSITION], own[SEQUENCE], own[IN_PIECE], own[FROM_END] = start[of] + inside, of, inside, length[of] - inside
+    own[SLOT], own[FLOOR], own[WRITE_FLOOR], own[SCRATCH], own[LIVE] = slot[of], floor[of], write_floor[of], line[of], 1
+    joined = tuple(np.concatenate(part).astype(np.int64) for part in zip(*copies, strict=True)) if copies else None
     return HostRows(matrix, tables, joined, scratch, count)
+
+
+def _copies(piece: Piece, slot: int, line: int, window: int, ring: int) -> tuple[np.ndarray, ...]:
+    """A long piece's part of `Copies`; line: entry of position 0 in its scratch line."""
+    before = np.arange(max(piece.start - window + 1, 0), piece.start)
+    kept = np.arange(max(piece.stop - ring, piece.start), piece.stop)
+    return slot * ring + before % ring, line + before, line + kept, slot * ring + kept % ring
 
 
 class GpuRows:

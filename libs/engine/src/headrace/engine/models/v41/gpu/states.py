@@ -14,6 +14,7 @@ from headrace.kernels.kv_layouts import PagedKV
 from ....cache import CacheSpec
 from ..cache import UNSET, Codecs, V41StatePool
 from ..config import ModelConfig
+from .rows import Tables
 
 
 class GpuStatePool(V41StatePool):
@@ -26,18 +27,21 @@ class GpuStatePool(V41StatePool):
         self, config: ModelConfig, spec: CacheSpec, kinds: Codecs, slots: int, scratch: int, device: torch.device
     ) -> None:
         super().__init__(config, spec, kinds, 0, None, "cpu")  # its rings stay empty: they are this class's
-        self.slots = slots
+        self.slots, self.tables = slots, Tables()
         assert self.codec.entry_bytes == 528, "the kernels' window record"
         for phase in range(len(self.first)):
             self.first[phase], self.next[phase] = [UNSET] * slots, [0] * slots
         self.windows = self._pool(scratch, device)
-        self.pending = torch.zeros(
-            len(self.pending_index), (slots + 1) * self.pending_ring, 2, config.head_dim, device=device
-        )
+        self.pending = torch.zeros(len(self.pending_index), (slots + 1) * self.pending_ring, 2, config.head_dim, device=device)
 
     def _pool(self, scratch: int, device: torch.device) -> torch.Tensor:
         shape = sum(self.layout.layers), (self.slots + 1) * self.ring + scratch, self.codec.entry_bytes
         return torch.zeros(shape, dtype=torch.uint8, device=device)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where everything lies: a captured graph is for these addresses."""
+        return self.windows.data_ptr(), self.windows.shape[1], self.pending.data_ptr()
 
     def ensure_scratch(self, entries: int) -> None:
         """Room for long pieces of so many entries in all. Growing moves the pool: captured graphs of it are void then."""

@@ -1,0 +1,134 @@
+"""What DSpark brings on a GPU: throughput by batch size without drafts, with all verified, and with as many as pay.
+
+    python -m headrace.engine.models.v41.gpu.bench_drafts [--batch 1,8,32,64,128,256] [--context 4096] [--profile 0.8,0.75,...]
+
+The model is that of `bench` with the draft's stages: random weights, released dimensions, so no draft would stand by itself.
+Acceptance is by lot: draft i stands with profile[i], give or take a spread, if those before it do, and the confidence head
+tells exactly that. First the step curve is measured on the device at the given context (a forward pass with its logits by rows,
+a draft by sequences, as a caller sees them who waits). Then `speculation_sim` runs the engine's policy on a clock that takes
+what was measured, which the policy sees too. With --engine the whole engine runs, drafts, verification and sampling included,
+and only the decision who stands is replaced (`headrace.engine.bench_speculation`); there the host's work counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .... import bench_speculation
+from ....speculation import StepCurve
+from ....speculation_sim import BUDGETS, PROFILES, Machine, throughput
+from .bench import RELEASED, SMALL, Rows, Steps, arguments_for, build, configure, device_of, forget, numbers, wait
+from .model import V41Gpu
+
+Curve = dict[int, float]
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536)  # rows of a graph
+
+
+def curves(model: V41Gpu, batches: list[int], context: int, times: int, rows: Rows) -> tuple[Curve, Curve]:
+    """(rows -> seconds of a forward pass and its logits, sequences -> seconds of a draft) up to the largest batch."""
+    most, window = max(batches), model.draft_block + 1
+    forward: Curve = {}
+    steps = Steps(model, most, context)
+    wide = Steps(model, most, context, window)
+    for size in [size for size in SIZES if size < most * window] + [most * window]:
+
+        def one(size: int = size) -> dict[str, Any]:
+            sequences = size if size <= most else -(-size // window)
+            issue = (steps if size <= most else wide).issue
+            count = size if size <= most else sequences * window
+            forward[count] = _seconds(model, lambda: issue(sequences), times)
+            return {"ms": forward[count] * 1e3, "sequences": sequences}
+
+        rows.add({"curve": "forward", "rows": size}, one)
+    draft: Curve = {}
+    steps.issue()
+    positions = [context] * most
+    for size in sorted({*(s for s in SIZES if s < most), most}):
+
+        def one(size: int = size) -> dict[str, Any]:
+            def issue() -> None:
+                model.draft(range(size), [5] * size, positions[:size], steps.states, lambda _, logits: logits.argmax(-1))
+
+            draft[size] = _seconds(model, issue, times)
+            return {"ms": draft[size] * 1e3}
+
+        rows.add({"curve": "draft", "sequences": size}, one)
+    return forward, draft
+
+
+def _seconds(model: V41Gpu, work: Callable[[], Any], times: int) -> float:
+    """The fastest of a few, each waited for."""
+    spans = []
+    for _ in range(times + 1):  # the first captures
+        start = time.perf_counter()
+        work()
+        wait(model.device)
+        spans.append(time.perf_counter() - start)
+    return min(spans[1:])
+
+
+def policy(forward: Curve, draft: Curve, profile: list[float], batch: int) -> dict[str, float]:
+    """Tokens a second of the three ways on what was measured."""
+    machine = Machine(StepCurve(forward), StepCurve(draft))
+    rate = {way: throughput(way, machine, profile, batch) for way in BUDGETS}
+    return rate | {"of_best": rate["scheduled"] / max(rate["none"], rate["full"])}
+
+
+def engine(model: V41Gpu, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """The whole engine, three ways in turns; wall time."""
+    ways = bench_speculation.ways_of(model, batch, args)
+    rate = {name: figures["tokens_per_second"] for name, figures in ways.items()}
+    lengths = {f"length_{name}": figures["tokens_per_step"] for name, figures in ways.items()}
+    return rate | {"of_best": rate["scheduled"] / max(rate["none"], rate["full"])} | lengths
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = arguments_for("headrace.engine.models.v41.gpu.bench_drafts", __doc__)
+    parser.add_argument("--batch", type=numbers, default=[1, 8, 32, 64, 128, 256], help="sequences (default: 1 to 256)")
+    parser.add_argument("--context", type=int, default=4096, help="tokens of each (default: 4096)")
+    parser.add_argument("--profile", type=_chances, help="the engine's and the only one of the policy (default: four of them)")
+    parser.add_argument("--engine", action="store_true", help="run the whole engine too")
+    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of the engine's sequences (default: 128)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of the engine, for each way and batch (default: 4)")
+    options = parser.parse_args(arguments)
+    device, rows = device_of(parser, options), Rows(options.json, options.budget)
+    config = configure(SMALL if options.small else RELEASED, options.layers, options.experts, draft=True)
+    model = build(config, device, graphs=not options.eager)
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    rows.say({"card": card, "torch": torch.__version__, "layers": options.layers, "experts": options.experts,
+              "context": options.context, "draft_block": model.draft_block})  # fmt: skip
+    forward, draft = curves(model, options.batch, options.context, options.times, rows)
+    forget(model)
+    profiles = {"given": options.profile} if options.profile else PROFILES
+    worst: dict[str, float] = {}
+    if forward and draft:
+        for label, profile in profiles.items():
+            for batch in options.batch:
+                names = {"policy": label, "batch": batch}
+                row = rows.add(names, lambda p=profile, b=batch: policy(forward, draft, p, b))
+                worst["policy"] = min(worst.get("policy", 9.9), row.get("of_best", 9.9))
+    if options.engine:
+        given = argparse.Namespace(
+            prompt=options.prompt, output=2048, seconds=options.seconds, rollback_gate=1.0, temperature=0.0, seed=0, spread=0.1,
+            profile=options.profile or PROFILES["0.8 falling"],
+        )  # fmt: skip
+        for batch in options.batch:
+            row = rows.add({"engine": "0.8 falling", "batch": batch}, lambda b=batch: engine(model, b, given))
+            worst["engine"] = min(worst.get("engine", 9.9), row.get("of_best", 9.9))
+            forget(model)
+    rows.say({"worst_of_best": worst})
+    return int(rows.failed > 0)
+
+
+def _chances(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
