@@ -16,7 +16,7 @@ from headrace.engine.config import ConfigError, parse_config
 from headrace.engine.core import EngineCore
 from headrace.engine.llm import collect
 from headrace.engine.loader import load_model
-from headrace.engine.make_checkpoint import make_checkpoint
+from headrace.engine.make_checkpoint import PRESETS, make_checkpoint, write_checkpoint
 from headrace.engine.models.v4.cache import LatentCodec, RotatedCodec, cache_spec, hadamard
 
 FLASH = dict(
@@ -236,7 +236,11 @@ def run(model, prompts, choose, rng=None):
     return [torch.cat(parts) for parts in rows]
 
 
-def test_a_rows_bits_depend_on_its_sequence_alone(invariant):
+@pytest.mark.parametrize("hca_ratio", [128, 2])  # 2: contexts with more entries than one step of widths
+def test_a_rows_bits_depend_on_its_sequence_alone(invariant, hca_ratio, tmp_path):
+    if hca_ratio != 128:
+        keys = PRESETS["v4-w16"] | {"compress_rate_hca": hca_ratio, "compress_ratios": [0, 0, 4, hca_ratio, 4, hca_ratio]}
+        invariant = load_model(write_checkpoint(keys, 3, tmp_path), numerics="exact", batch_invariant=True)
     rng = random.Random(3)
     prompts = [rng.choices(range(3, 270), k=n) for n in (3, 129, 270, 200, 64)]
     alone = [run(invariant, [prompt], lambda _: 40)[0] for prompt in prompts]
