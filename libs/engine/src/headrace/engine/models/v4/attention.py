@@ -18,8 +18,8 @@ from ..v41.layers import Linear, RMSNorm, RopeTable, inverse_rms, linear, rotate
 from .cache import Series
 from .config import CSA, ModelConfig
 
-# With batch invariance an HCA layer's columns are a multiple of this. How many there are is the batch's affair; those that a row
-# doesn't see are whole vectors of zeros behind its own in every sum, which leave its bits alone.
+# With batch invariance an HCA layer's columns are a multiple of this. How many there are is the batch's affair; those that a
+# row doesn't see are whole vectors of zeros behind its own in every sum, which leave its bits alone.
 WIDTH_STEP = 64
 
 
