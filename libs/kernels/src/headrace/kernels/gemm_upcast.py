@@ -42,7 +42,8 @@ def pack_words(weight: torch.Tensor, scale: torch.Tensor, name: str) -> tuple[to
 
     Each 128 columns of a row stay together. mxfp4: 16 words; word w holds in its halves h = 0 (low), 1 the columns
     32 i + 2 w + h, i = 0..3, whose bits s e1 e0 m lie at `_E2M1_BITS[i]`. fp8: 32 words; half h holds columns 2 w + h in its
-    upper and 64 + 2 w + h in its lower byte. A scale word holds the four scales of 128 columns, low byte first.
+    upper and 64 + 2 w + h in its lower byte. A scale word holds the four scales of 128 columns as exponents of bf16: of the
+    first two in its halves, of the other two in its halves once it is rotated by 8 bits.
     """
     field = scale.view(torch.uint8).int() + FIELD[PACKED[name]]
     if int(field.max()) > 254:
@@ -50,7 +51,9 @@ def pack_words(weight: torch.Tensor, scale: torch.Tensor, name: str) -> tuple[to
         raise ValueError(
             f"{name} scale 2^{int(scale.view(torch.uint8).max()) - 127} is above 2^{highest - 127}, the largest packed"
         )
-    fields = field.unflatten(-1, (-1, 4)).to(torch.uint8).view(torch.int32).squeeze(-1).transpose(-1, -2).contiguous()
+    first, second, third, fourth = (field.unflatten(-1, (-1, 4)).transpose(-2, -3) << 7).unbind(-1)  # each [..., k / 128, rows]
+    rotated = third | fourth << 16
+    fields = (first | second << 16 | rotated >> 8 | rotated << 24).contiguous()
     raw = weight.view(torch.uint8)
     if name == "fp8":
         halves = raw.unflatten(-1, (-1, 2, 32, 2)).flip(-3).movedim(-3, -1)  # [..., atom, w, h, lower or upper byte]
@@ -270,6 +273,11 @@ def _words_kernel(
     _store_product(acc, row, live, column, within, tile, split, out_ptr, partial_ptr, counter_ptr, rows, n, SPLIT)
 
 
+_BOTH_HALVES = "{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, $2; mov.b32 both, "
+_TIMES_LOW = tl.constexpr(_BOTH_HALVES + "{low, low}; mul.bf16x2 $0, $1, both; }")
+_TIMES_HIGH = tl.constexpr(_BOTH_HALVES + "{high, high}; mul.bf16x2 $0, $1, both; }")
+
+
 @triton.jit
 def _decode_words(words, scale, PIECE: tl.constexpr, VALUES: tl.constexpr, PAIRS: tl.constexpr):
     """Packed int32 [R, W] and scale words [R, ATOMS] -> piece PIECE as bf16 [R, 2 W], 2^-48 of its value (`pack_words`).
@@ -280,7 +288,6 @@ def _decode_words(words, scale, PIECE: tl.constexpr, VALUES: tl.constexpr, PAIRS
     W: tl.constexpr = words.shape[1]
     ATOMS: tl.constexpr = scale.shape[1]
     SIGN: tl.constexpr = -2147450880  # bit 15 of both halves, as int32
-    BLOCKS: tl.constexpr = 8 // VALUES  # scales of a piece in each atom
     if VALUES == 8:
         ALL: tl.constexpr = SIGN + 0x01C001C0
         if PIECE == 0:
@@ -296,33 +303,35 @@ def _decode_words(words, scale, PIECE: tl.constexpr, VALUES: tl.constexpr, PAIRS
             bits = (words & SIGN) | ((words >> 4) & 0x07F007F0)
         else:
             bits = ((words << 8) & SIGN) | ((words << 4) & 0x07F007F0)
-    if BLOCKS == 1:
-        field = _exponent(scale, PIECE)[:, :, None]
-    else:
-        field = tl.join(_exponent(scale, 2 * PIECE), _exponent(scale, 2 * PIECE + 1))  # [R, ATOMS, 2]
-        field = tl.reshape(field, [R, ATOMS * 2, 1])
-    field = tl.reshape(tl.broadcast_to(field, [R, ATOMS * BLOCKS, W // (ATOMS * BLOCKS)]), [R, W])
+    factors = _bf16_pair(scale, PIECE * 4 // VALUES)
+    if VALUES == 8:
+        factors = tl.broadcast_to(factors[:, :, None], [R, ATOMS, W // ATOMS])
+        HALF: tl.constexpr = PIECE % 2
+    else:  # words of the first 32 columns take the low half, the others the high half
+        factors = tl.join(factors & 0xFFFF, (factors >> 16) & 0xFFFF)
+        factors = tl.broadcast_to(tl.reshape(factors, [R, ATOMS * 2])[:, :, None], [R, ATOMS * 2, W // (ATOMS * 2)])
+        HALF: tl.constexpr = 0
+    factors = tl.reshape(factors, [R, W])
     if _INTERPRETED:
-        factor = (field << 16).to(tl.float32, bitcast=True)
+        factor = (factors << 16 if HALF == 0 else factors & -65536).to(tl.float32, bitcast=True)
         low, high = (bits << 16).to(tl.float32, bitcast=True), (bits & -65536).to(tl.float32, bitcast=True)
         return tl.reshape(tl.join(low * factor, high * factor), [R, 2 * W]).to(tl.bfloat16)
     elif PAIRS:
-        bits = tl.inline_asm_elementwise(
-            "mul.bf16x2 $0, $1, $2;", "=r,r,r", [bits, field * 65537], dtype=tl.int32, is_pure=True, pack=1
-        )
+        text: tl.constexpr = _TIMES_LOW if HALF == 0 else _TIMES_HIGH
+        bits = tl.inline_asm_elementwise(text, "=r,r,r", [bits, factors], dtype=tl.int32, is_pure=True, pack=1)
         return unpack_bf16(bits)
     else:
-        factor = tl.reshape(tl.join(field, field), [R, 2 * W]).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        return unpack_bf16(bits) * factor
+        factor = (factors if HALF == 0 else factors >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return unpack_bf16(bits) * tl.reshape(tl.join(factor, factor), [R, 2 * W])
 
 
 @triton.jit
-def _exponent(scale, BYTE: tl.constexpr):
-    """Byte BYTE of int32 as the exponent bits of a bf16."""
-    if BYTE == 0:
-        return (scale << 7) & 0x7F80
-    else:
-        return (scale >> (8 * BYTE - 7)) & 0x7F80
+def _bf16_pair(scale, SECOND: tl.constexpr):
+    """Scale words (`pack_words`) -> two bf16 factors in the halves of int32: of the first or the second two of four blocks."""
+    if SECOND:
+        scale = scale.to(tl.uint32, bitcast=True)
+        scale = ((scale << 8) | (scale >> 24)).to(tl.int32, bitcast=True)
+    return scale & 0x7F807F80
 
 
 @triton.jit

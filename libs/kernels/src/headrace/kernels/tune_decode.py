@@ -98,8 +98,7 @@ class Experiment:
         self.stored = torch.randint(0, 256, size, generator=g, device=device, dtype=torch.uint8)
         self.scale = torch.randint(118, 124, (*lead, s.n, s.k // 32), generator=g, device=device, dtype=torch.uint8)
         self.words = self.stored.view(torch.int32).clone()
-        self.fields = torch.randint(196, 202, (*lead, s.k // 128, s.n * 4), generator=g, device=device, dtype=torch.uint8)
-        self.fields = self.fields.view(torch.int32)
+        self.fields = gemm_upcast.pack_words(self.stored[0, :1], self.scale[0, :1], "mxfp4")[1].repeat(*lead, 1, 1)
         self.compared = counts.nonzero().flatten()[:CHECKED].tolist()
         for group in self.compared:
             packed = gemm_upcast.pack_words(self.stored[0, group], self.scale[0, group], "mxfp4")
