@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.kernels.gemm_upcast import FIELD, PACKED, STEP, VALUES
+
 from ....batch import Segment
 from ....cache import KVPool
 from ....config import parse_config
@@ -87,9 +89,9 @@ def configure(shape: dict[str, Any], layers: int, experts: int, draft: bool = Fa
 class RandomWeights(Weights):
     """Weights of the right formats from nowhere: codes of any value, scales near the inverse root of the width."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, packed: bool = False) -> None:
         super().__init__(None, config, device)
-        self.draw = torch.Generator(device).manual_seed(0)
+        self.draw, self.packed = torch.Generator(device).manual_seed(0), packed
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         spec = self.schema[name]
@@ -104,6 +106,14 @@ class RandomWeights(Weights):
             values = torch.randn(*lead, rows, columns, generator=self.draw, device=self.device) * columns**-0.5
             return Weight(values.bfloat16(), None, kind)
         exponent = 127 - int(np.log2(columns) / 2) - (1 if kind == "mxfp4" else 0)
+        if self.packed:  # any word is four or eight values, and a scale word four exponents
+            name, scales = PACKED[kind], rows if kind == "mxfp4" else rows // BLOCK
+            most = 256 if kind == "mxfp4" else 0x38
+            words = self._bytes(*lead, rows, columns // VALUES[name] * 4, most=most).view(torch.int32)
+            word = (exponent + FIELD[name]) * 0x01010101
+            word -= 1 << 32 if word >> 31 else 0
+            shape = (*lead, columns // STEP, scales)
+            return Weight(words, torch.full(shape, word, dtype=torch.int32, device=self.device), name)
         if kind == "mxfp4":
             codes, grid = self._bytes(*lead, rows, columns // 2, most=256), (rows, columns // BLOCK)
         else:
@@ -111,12 +121,20 @@ class RandomWeights(Weights):
             codes = codes.view(torch.float8_e4m3fn)
         return Weight(codes, torch.full((*lead, *grid), exponent, dtype=torch.uint8, device=self.device), kind)
 
+    def groups(self, name: str, count: int) -> Weight:
+        weight = self.linear(name)
+        if not weight.name.endswith("_words"):
+            return super().groups(name, count)
+        scale = weight.scale.unflatten(-1, (count, -1)).movedim(-2, 0).contiguous()
+        return Weight(weight.data.unflatten(0, (count, -1)), scale, weight.name)
+
     def _bytes(self, *shape: int, most: int) -> torch.Tensor:
         return torch.randint(0, most, shape, generator=self.draw, device=self.device, dtype=torch.uint8)
 
 
-def build(config: ModelConfig, device: torch.device, graphs: bool = True) -> V41Gpu:
-    w = RandomWeights(config, device)
+def build(config: ModelConfig, device: torch.device, graphs: bool = True, packed: bool = False) -> V41Gpu:
+    """`packed`: FP8 and FP4 weights as words that decode in registers (`gemm_upcast.pack_words`)."""
+    w = RandomWeights(config, device, packed)
     dim = config.engram_head_dim
     table = torch.randn(config.engram_num_embeddings[0], dim, generator=w.draw, device=device).bfloat16()
     hashes = NgramHash(config, np.arange(config.vocab_size) % config.engram_compressed_vocab_size)
@@ -186,7 +204,13 @@ def matrix_rates(device: torch.device, size: int = 8192) -> dict[str, float]:
         "bf16": lambda: a @ b,
         "fp8": lambda: torch._scaled_mm(*small, scale_a=one, scale_b=one, out_dtype=torch.bfloat16),
     }
-    return {name: 2 * size**3 / _seconds(device, run, 10) for name, run in work.items()}
+    rates = {}
+    for name, run in work.items():
+        try:
+            rates[name] = 2 * size**3 / _seconds(device, run, 10)
+        except RuntimeError as error:  # a framework without this product
+            print(f"{name} product: {error}", file=sys.stderr)
+    return rates
 
 
 def _seconds(device: torch.device, run: Callable[[], Any], times: int) -> float:
@@ -328,12 +352,11 @@ def prefill_work(model: V41Gpu, tokens: int) -> dict[str, float]:
 
 def _active(layer: weights.Layer, c: ModelConfig) -> float:
     """Weights that one row multiplies with, attention's own products not counted."""
-    width = {"mxfp4": 2, "fp8": 1, "bf16": 1}
     attn, ffn = layer.attn, layer.ffn
     dense = [attn.first, attn.wq, attn.wo_a, attn.wo_b, ffn.shared_in, ffn.shared_out]
     share = c.num_experts_per_tok / c.n_routed_experts
-    return sum(w.data.numel() * width[w.name] for w in dense) + share * sum(
-        w.data.numel() * width[w.name] for w in (ffn.w_in, ffn.w_out)
+    return sum(w.data.numel() * VALUES[w.name] for w in dense) + share * sum(
+        w.data.numel() * VALUES[w.name] for w in (ffn.w_in, ffn.w_out)
     )
 
 
@@ -391,6 +414,7 @@ def arguments_for(program: str, text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--experts", type=int, default=96)
     parser.add_argument("--times", type=int, default=10, help="repetitions (default: 10)")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no new row begins (default: no end)")
+    parser.add_argument("--packed", action="store_true", help="weights packed into words (gemm_upcast.pack_words)")
     parser.add_argument("--eager", action="store_true", help="without captured graphs: to find out what fails")
     parser.add_argument("--small", action="store_true", help="the smallest dimensions: only to try the command")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -417,10 +441,11 @@ def main(arguments: list[str] | None = None) -> int:
     config = configure(SMALL if options.small else RELEASED, options.layers, options.experts)
     rate = options.tbs * 1e12 or (copy_rate(device) if device.type == "cuda" else 1e10)
     rates = matrix_rates(device) if device.type == "cuda" else {}
-    model = build(config, device, graphs=not options.eager)
+    model = build(config, device, not options.eager, options.packed)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     measured = {"tb_per_s": rate / 1e12, **{f"{name}_tflops": value / 1e12 for name, value in rates.items()}}
-    rows.say({"card": card, "torch": torch.__version__, "layers": options.layers, "experts": options.experts} | measured)
+    shape = {"layers": options.layers, "experts": options.experts, "packed": options.packed}
+    rows.say({"card": card, "torch": torch.__version__} | shape | measured)
     for context in options.context:
         for batch in options.batch:
             parts = batch in options.parts
