@@ -14,7 +14,7 @@ import sys
 import torch
 
 from headrace.kernels import peers
-from headrace.kernels.cases import Case, all_cases
+from headrace.kernels.cases import Case, Problem, all_cases
 from headrace.kernels.check import relative_error, tensors
 
 L2_BYTES = 60e6
@@ -70,10 +70,14 @@ def measure_ceilings(device: torch.device) -> dict[str, float]:
     return ceilings
 
 
+def input_sets(case: Case, device: torch.device) -> list[Problem]:
+    """Several sets of inputs, together larger than the L2 cache where six sets are."""
+    sets = min(6, int(2 * L2_BYTES / max(case.bytes, 1)) + 1)
+    return [case.build(device, 1000 * i) for i in range(max(sets, 2))]
+
+
 def bench(case: Case, device: torch.device, ceilings: dict[str, float]) -> dict:
-    sets = max(1, min(6, int(2 * L2_BYTES / max(case.bytes, 1)) + 1)) if case.bytes < 2 * L2_BYTES else 1
-    sets = max(sets, 2)
-    problems = [case.build(device, 1000 * i) for i in range(sets)]
+    problems = input_sets(case, device)
     row: dict = {"op": case.op, "case": case.name, "seconds": time_graph([p.run for p in problems])}
     row["tflops"] = case.flops / row["seconds"] / 1e12
     row["gbps"] = case.bytes / row["seconds"] / 1e9

@@ -7,7 +7,7 @@ tokens have gate 0. Source: DeepSeek-V4.1 release.
 
 import torch
 
-from headrace.kernels import quantize
+from headrace.kernels import quantize, tuning
 from headrace.kernels._triton import tl, triton
 
 
@@ -26,9 +26,11 @@ def engram_gather(table: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor) 
     width = table.shape[1]
     out = torch.empty(tokens, count * width, dtype=torch.bfloat16, device=rows.device)
     if tokens:
-        block = 8
+        config = tuning.engram_gather()
+        block = config["BLOCK"]
         _gather_kernel[(-(-tokens * count // block),)](
-            table.view(torch.uint8), scale.view(torch.uint8), rows, out, tokens * count, WIDTH=width, BLOCK=block, num_warps=4
+            table.view(torch.uint8), scale.view(torch.uint8), rows, out, tokens * count, WIDTH=width, BLOCK=block,
+            num_warps=config["num_warps"],
         )
     return out
 
@@ -86,7 +88,8 @@ def engram_gate(
     if tokens:
         _gate_kernel[(tokens, streams)](
             x, kv, q_weight, k_weight, live if live is not None else x, out, dim, eps,
-            STREAMS=streams, HAS_LIVE=live is not None, BLOCK=1 << (dim - 1).bit_length(), num_warps=8 if dim > 2048 else 4,
+            STREAMS=streams, HAS_LIVE=live is not None, BLOCK=1 << (dim - 1).bit_length(),
+            num_warps=tuning.engram_gate(dim)["num_warps"],
         )  # fmt: skip
     return out
 

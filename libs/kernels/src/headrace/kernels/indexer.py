@@ -9,8 +9,8 @@ the V4.1 release. Sums are fp32; the release rounds products to bf16 in between.
 import torch
 
 from headrace.kernels import tuning
-from headrace.kernels._triton import cdiv, dot, tl, triton
-from headrace.kernels.attention_core import decode_e2m1
+from headrace.kernels._triton import cdiv, dot, tl, to_e4m3, triton
+from headrace.kernels.attention_core import decode_e2m1, split_index
 from headrace.kernels.kv_layouts import PagedKV
 
 CANDIDATE_BLOCK = 8
@@ -68,7 +68,19 @@ def index_scores(
     width = max_entries if candidates is None else candidates.shape[1] * CANDIDATE_BLOCK
     out = torch.empty(rows, width, dtype=torch.float32, device=q.device)
     config = tuning.indexer()
-    if rows and width:
+    if rows and width and config["FORM"]:
+        words = kv.bytes[: kv.bytes.numel() // 4 * 4].view(torch.int32)
+        if kv.page_stride % 4 or kv.offset % 4:
+            raise ValueError(f"index keys are read as words: page stride {kv.page_stride}, offset {kv.offset} bytes")
+        span = config["BLOCK_N"] * config["TILES"]
+        _score_kernel[(cdiv(width, span), rows)](
+            q.contiguous(), weights.contiguous(), words, block_table, row_sequence, visible,
+            candidates if candidates is not None else visible, out, width, block_table.stride(0),
+            0 if candidates is None else candidates.stride(0), kv.page_stride // 4, kv.offset // 4,
+            HEADS=heads, PAGE=kv.page_size, CANDIDATES=candidates is not None, BLOCK_N=config["BLOCK_N"],
+            TILES=config["TILES"], ALIGNED=1 if kv.offset % 16 else 4, STAGES=config["STAGES"], num_warps=config["num_warps"],
+        )  # fmt: skip
+    elif rows and width:
         _index_kernel[(cdiv(width, config["BLOCK_N"]), rows)](
             q.contiguous(), weights.contiguous(), kv.bytes, kv.bytes[: kv.bytes.numel() // 4 * 4].view(torch.int32),
             block_table, row_sequence, visible, candidates if candidates is not None else visible, out, width,
@@ -77,6 +89,93 @@ def index_scores(
             num_warps=config["num_warps"],
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _score_kernel(
+    q_ptr, weight_ptr, pool, table_ptr, sequence_ptr, visible_ptr, candidate_ptr, out_ptr, width,
+    table_stride, candidate_stride, page_stride, offset,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
+    ALIGNED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A run of keys of one row. FP4 codes become e4m3 by shifts of whole words; a product covers one scale group, in which
+    all values of a key (and of a query head) share an exponent, so that it is exact; scales are applied to the products."""
+    row = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * (BLOCK_N * TILES)
+    last = tl.minimum(width, first + BLOCK_N * TILES)
+    visible = tl.load(visible_ptr + row)
+    stop = last
+    if not CANDIDATES:
+        stop = tl.maximum(tl.minimum(last, visible), first)
+    sequence = tl.load(sequence_ptr + row).to(tl.int64)
+    head = tl.arange(0, HEADS)
+    q0 = _query_group(q_ptr, row * HEADS + head, 0)
+    q1 = _query_group(q_ptr, row * HEADS + head, 1)
+    q2 = _query_group(q_ptr, row * HEADS + head, 2)
+    q3 = _query_group(q_ptr, row * HEADS + head, 3)
+    most = tl.maximum(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)), tl.max(tl.abs(q2), 1))
+    most = tl.maximum(most, tl.max(tl.abs(q3), 1))
+    exponent = tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 10)
+    up = ((261 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]  # the largest of a head lands in 128..255
+    q0, q1, q2, q3 = to_e4m3(q0 * up), to_e4m3(q1 * up), to_e4m3(q2 * up), to_e4m3(q3 * up)
+    weight = tl.load(weight_ptr + row * HEADS + head) * ((exponent - 1) << 23).to(tl.float32, bitcast=True)
+    for begin in tl.range(first, stop, BLOCK_N, num_stages=STAGES):
+        column = begin + tl.arange(0, BLOCK_N)
+        if CANDIDATES:
+            block = tl.load(candidate_ptr + row * candidate_stride + (column >> 3), mask=column < last, other=-1)
+            position = block * 8 + (column & 7)
+            seen = (block >= 0) & (position < visible)
+        else:
+            position = column
+            seen = column < stop
+        if CANDIDATES or PAGE % BLOCK_N > 0:
+            page, slot = split_index(tl.where(seen, position, 0), PAGE)
+            at = tl.load(table_ptr + sequence * table_stride + page, mask=seen, other=0).to(tl.int64) * page_stride + offset
+            key = pool + tl.multiple_of(at + slot * 16, ALIGNED)
+            scale = tl.load(pool + at + PAGE * 16 + slot, mask=seen, other=0)
+            words = tl.load(key[:, None] + tl.arange(0, 16)[None, :], mask=seen[:, None], other=0)
+        else:  # the tile lies in one page
+            page, slot = split_index(begin, PAGE)
+            at = tl.load(table_ptr + sequence * table_stride + page).to(tl.int64) * page_stride + offset
+            entry = slot + tl.arange(0, BLOCK_N)
+            scale = tl.load(pool + at + PAGE * 16 + entry, mask=seen, other=0)
+            key = pool + tl.multiple_of(at, ALIGNED) + entry * 16
+            words = tl.load(key[:, None] + tl.arange(0, 16)[None, :], mask=seen[:, None], other=0)
+        pair = tl.permute(tl.reshape(words, [BLOCK_N, 2, 2, 4]), (0, 3, 2, 1))
+        even, odd = tl.split(pair)  # groups 0 and 1, groups 2 and 3
+        w0, w1 = tl.split(even)
+        w2, w3 = tl.split(odd)
+        total = _group_product(w0, q0, scale, 0) + _group_product(w1, q1, scale, 8)
+        total += _group_product(w2, q2, scale, 16)
+        total += _group_product(w3, q3, scale, 24)
+        score = tl.sum(tl.maximum(total, 0.0) * weight[None, :], 1)
+        tl.store(out_ptr + row * width + column, tl.where(seen, score, float("-inf")), mask=column < last)
+    behind = first + (stop - first + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    for begin in range(behind, last, BLOCK_N):
+        column = begin + tl.arange(0, BLOCK_N)
+        tl.store(out_ptr + row * width + column, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=column < last)
+
+
+@triton.jit
+def _query_group(q_ptr, row, GROUP: tl.constexpr):
+    """Columns of one scale group of query rows [H], fp32 [H, 32], in the order in which `_group_product` decodes keys:
+    of every eight columns first the even ones, then the odd ones."""
+    k = tl.arange(0, 32)
+    column = GROUP * 32 + (k // 8) * 8 + (k % 4) * 2 + (k // 4) % 2
+    return tl.load(q_ptr + row[:, None] * 128 + column[None, :]).to(tl.float32)
+
+
+@triton.jit
+def _group_product(words, q, scale, SHIFT: tl.constexpr):
+    """Packed FP4 words int32 [N, 4] of one group, q e4m3 [H, 32], scale bytes int32 [N] at SHIFT -> fp32 [N, H] / 64."""
+    N: tl.constexpr = words.shape[0]
+    low = ((words << 4) & -2139062144) | ((words << 2) & 0x1C1C1C1C)  # sign to bit 7, code to bits 2..4 of each byte
+    high = (words & -2139062144) | ((words >> 2) & 0x1C1C1C1C)
+    word = tl.reshape(tl.join(low, high), [N, 8])
+    byte = tl.join(tl.join(word, word >> 16), tl.join(word >> 8, word >> 24))  # [N, 8, 2, 2]
+    key = tl.reshape(byte, [N, 32]).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    product = dot(key, tl.trans(q), tl.zeros([N, q.shape[0]], tl.float32))
+    return product * (((scale >> SHIFT) & 0xFF) << 23).to(tl.float32, bitcast=True)[:, None]
 
 
 @triton.jit

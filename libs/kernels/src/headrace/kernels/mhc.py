@@ -9,7 +9,8 @@ collapse: u = sum_i pre_i X_i.  expand: X'_k = post_k o + sum_j comb[j, k] X_j. 
 
 import torch
 
-from headrace.kernels._triton import cdiv, dot, processor_count, tl, to_bf16, triton
+from headrace.kernels import tuning
+from headrace.kernels._triton import cdiv, dot, next_power_of_2, processor_count, tl, to_bf16, triton
 
 STREAMS = 4
 COEFFICIENTS = 24
@@ -42,6 +43,12 @@ def expand_reference(o: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb:
     return (post.unsqueeze(-1) * o.float().unsqueeze(1) + mixed).to(torch.bfloat16)
 
 
+def split_projection(fn: torch.Tensor) -> torch.Tensor:
+    """fn fp32 [24, 4 D] -> bf16 [48, 4 D]: fn rounded, then what is left of it, rounded; together 16 bits of each weight."""
+    high = fn.to(torch.bfloat16)
+    return torch.cat([high, (fn - high.float()).to(torch.bfloat16)])
+
+
 def mhc_pass(
     x: torch.Tensor,
     expand: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
@@ -51,9 +58,9 @@ def mhc_pass(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """One reading of x bf16 [T, 4, D]. expand = (o bf16 [T, D], post, comb): x becomes the expanded streams first.
 
-    Returns (streams: x itself without expand, u = collapse with pre or None, parts fp32 [splits, T, 32] for
-    `mhc_coefficients` with fn or None). D is a multiple of 64. `batch_invariant`: the projection is cut into as many parts for
-    any T, so that a row's sum has one order.
+    fn fp32 [24, 4 D], or bf16 [48, 4 D] from `split_projection`. Returns (streams: x itself without expand, u = collapse with
+    pre or None, parts fp32 [splits, T, 32 or 64] for `mhc_coefficients` with fn or None). D is a multiple of 64.
+    `batch_invariant`: the projection is cut into as many parts for any T, so that a row's sum has one order.
     """
     tokens, streams, dim = x.shape
     if streams != STREAMS or dim % 64:
@@ -61,6 +68,8 @@ def mhc_pass(
     x = x.contiguous()
     out = torch.empty_like(x) if expand is not None else x
     u = torch.empty(tokens, dim, dtype=torch.bfloat16, device=x.device) if pre is not None else None
+    if fn is None or fn.dtype == torch.bfloat16:
+        return _pass(x, expand, pre, fn, out, u, batch_invariant)
     block = 32
     chunks = dim // block
     rows = cdiv(tokens, 16)
@@ -78,6 +87,26 @@ def mhc_pass(
     return out, u, parts
 
 
+def _pass(x, expand, pre, fn, out, u, batch_invariant):
+    tokens, _, dim = x.shape
+    config = tuning.mhc(tokens, batch_invariant)
+    block = config["BLOCK_D"]
+    rows, chunks = cdiv(tokens, config["BLOCK_T"]), dim // block
+    splits = config["SPLITS"] or max(1, config["WAVES"] * processor_count() // max(rows, 1))
+    per_split = cdiv(chunks, min(splits, chunks))
+    splits = cdiv(chunks, per_split)
+    parts = torch.empty(splits, tokens, 64, dtype=torch.float32, device=x.device) if fn is not None else None
+    o, post, comb = expand if expand is not None else (x, x, x)
+    if tokens:
+        _pass_kernel[(rows, splits)](
+            x, o, post, comb, pre if pre is not None else x, fn if fn is not None else x, out,
+            u if u is not None else x, parts if parts is not None else x, tokens, dim, chunks, per_split,
+            EXPAND=expand is not None, COLLAPSE=pre is not None, MIX=fn is not None, BLOCK_T=config["BLOCK_T"], BLOCK_D=block,
+            STAGES=config["STAGES"], num_warps=config["num_warps"],
+        )  # fmt: skip
+    return out, u, parts
+
+
 def mhc_coefficients(
     parts: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, dim: int, rms_eps: float, eps: float, iterations: int = 20
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -85,7 +114,12 @@ def mhc_coefficients(
     splits, tokens = parts.shape[:2]
     pre, post = (torch.empty(tokens, 4, dtype=torch.float32, device=parts.device) for _ in range(2))
     comb = torch.empty(tokens, 4, 4, dtype=torch.float32, device=parts.device)
-    if tokens:
+    if tokens and parts.shape[2] == 64:
+        _sinkhorn_kernel[(cdiv(tokens, 8),)](
+            parts, base, scale, pre, post, comb, tokens, splits, STREAMS * dim, rms_eps, eps, iterations,
+            SPLITS=min(16, next_power_of_2(splits)), BLOCK=8, num_warps=4,
+        )  # fmt: skip
+    elif tokens:
         _coefficients_kernel[(cdiv(tokens, 32),)](
             parts, base, scale, pre, post, comb, tokens, splits, STREAMS * dim, rms_eps, eps, iterations,
             BLOCK=32, num_warps=1,
@@ -151,6 +185,71 @@ def _mhc_kernel(
 
 
 @triton.jit
+def _pass_kernel(
+    x_ptr, o_ptr, post_ptr, comb_ptr, pre_ptr, fn_ptr, out_ptr, u_ptr, part_ptr, tokens, dim, chunks, per_split,
+    EXPAND: tl.constexpr, COLLAPSE: tl.constexpr, MIX: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = token < tokens
+    token = token.to(tl.int64)
+    split = tl.program_id(1)
+    coefficient = tl.arange(0, 64)
+    acc = tl.zeros([64, BLOCK_T], tl.float32)  # transposed: 64 rows of coefficients fill the matrix unit's height
+    squares = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    mask = live[:, None]
+    if EXPAND:
+        b0, a00, a10, a20, a30 = _column(post_ptr, comb_ptr, token, live, 0)
+        b1, a01, a11, a21, a31 = _column(post_ptr, comb_ptr, token, live, 1)
+        b2, a02, a12, a22, a32 = _column(post_ptr, comb_ptr, token, live, 2)
+        b3, a03, a13, a23, a33 = _column(post_ptr, comb_ptr, token, live, 3)
+    if COLLAPSE:
+        p0 = tl.load(pre_ptr + token * 4, mask=live, other=0.0)[:, None]
+        p1 = tl.load(pre_ptr + token * 4 + 1, mask=live, other=0.0)[:, None]
+        p2 = tl.load(pre_ptr + token * 4 + 2, mask=live, other=0.0)[:, None]
+        p3 = tl.load(pre_ptr + token * 4 + 3, mask=live, other=0.0)[:, None]
+    for chunk in tl.range(split * per_split, tl.minimum((split + 1) * per_split, chunks), num_stages=STAGES):
+        column = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+        at = (token * 4 * dim)[:, None] + column[None, :]
+        y0 = tl.load(x_ptr + at, mask=mask, other=0.0)
+        y1 = tl.load(x_ptr + at + dim, mask=mask, other=0.0)
+        y2 = tl.load(x_ptr + at + 2 * dim, mask=mask, other=0.0)
+        y3 = tl.load(x_ptr + at + 3 * dim, mask=mask, other=0.0)
+        if MIX:
+            f = fn_ptr + coefficient[:, None] * (4 * dim) + column[None, :]
+            real = (coefficient < 48)[:, None]
+            f0 = tl.load(f, mask=real, other=0.0)
+            f1 = tl.load(f + dim, mask=real, other=0.0)
+            f2 = tl.load(f + 2 * dim, mask=real, other=0.0)
+            f3 = tl.load(f + 3 * dim, mask=real, other=0.0)
+        if EXPAND:
+            o = tl.load(o_ptr + (token * dim)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+            x0, x1, x2, x3 = y0.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32), y3.to(tl.float32)
+            y0 = to_bf16(b0 * o + (a00 * x0 + a10 * x1 + (a20 * x2 + a30 * x3)))
+            y1 = to_bf16(b1 * o + (a01 * x0 + a11 * x1 + (a21 * x2 + a31 * x3)))
+            y2 = to_bf16(b2 * o + (a02 * x0 + a12 * x1 + (a22 * x2 + a32 * x3)))
+            y3 = to_bf16(b3 * o + (a03 * x0 + a13 * x1 + (a23 * x2 + a33 * x3)))
+            tl.store(out_ptr + at, y0, mask=mask)
+            tl.store(out_ptr + at + dim, y1, mask=mask)
+            tl.store(out_ptr + at + 2 * dim, y2, mask=mask)
+            tl.store(out_ptr + at + 3 * dim, y3, mask=mask)
+        x0, x1, x2, x3 = y0.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32), y3.to(tl.float32)
+        if COLLAPSE:
+            u = p0 * x0 + p1 * x1 + p2 * x2 + p3 * x3
+            tl.store(u_ptr + (token * dim)[:, None] + column[None, :], to_bf16(u), mask=mask)
+        if MIX:
+            acc = dot(f0, tl.trans(y0), acc)
+            acc = dot(f1, tl.trans(y1), acc)
+            acc = dot(f2, tl.trans(y2), acc)
+            acc = dot(f3, tl.trans(y3), acc)
+            squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
+    if MIX:
+        row = part_ptr + (split.to(tl.int64) * tokens + token)[None, :] * 64 + coefficient[:, None]
+        total = tl.sum(squares, 1)
+        tl.store(row, tl.where((coefficient == 48)[:, None], total[None, :], acc), mask=live[None, :])
+
+
+@triton.jit
 def _column(post_ptr, comb_ptr, token, live, K: tl.constexpr):
     """What goes into stream K: post_K and comb[0..3, K], each fp32 [T, 1]."""
     c = comb_ptr + token * 16 + K
@@ -207,3 +306,49 @@ def _coefficients_kernel(
         comb = comb / (tl.sum(comb, 2)[:, :, None] + eps)
         comb = comb / (tl.sum(comb, 1)[:, None, :] + eps)
     tl.store(comb_ptr + token[:, None] * 16 + sixteen[None, :], tl.reshape(comb, [BLOCK, 16]), mask=live[:, None])
+
+
+@triton.jit
+def _sinkhorn_kernel(
+    part_ptr, base_ptr, scale_ptr, pre_ptr, post_ptr, comb_ptr, tokens, splits, width, rms_eps, eps, iterations,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Few tokens a program, an element of `comb` a thread: 40 dependent sums and quotients are all latency."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = token < tokens
+    token = token.to(tl.int64)
+    four = tl.arange(0, 4)
+    sixteen = tl.arange(0, 16)
+    squares = tl.zeros([BLOCK], tl.float32)
+    pre = tl.zeros([BLOCK, 4], tl.float32)
+    post = tl.zeros([BLOCK, 4], tl.float32)
+    comb = tl.zeros([BLOCK, 16], tl.float32)
+    for first in range(0, splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        here = (split < splits)[:, None] & live[None, :]
+        row = part_ptr + (split[:, None] * tokens + token[None, :]) * 64
+        squares += tl.sum(tl.load(row + 48, mask=here, other=0.0), 0)
+        row, here = row[:, :, None], here[:, :, None]
+        pre += tl.sum(_both(row + four[None, None, :], here), 0)
+        post += tl.sum(_both(row + 4 + four[None, None, :], here), 0)
+        comb += tl.sum(_both(row + 8 + sixteen[None, None, :], here), 0)
+    norm = tl.rsqrt(squares / width + rms_eps)[:, None]
+    pre = tl.load(base_ptr + four)[None, :] + pre * norm * tl.load(scale_ptr)
+    post = tl.load(base_ptr + 4 + four)[None, :] + post * norm * tl.load(scale_ptr + 1)
+    comb = tl.load(base_ptr + 8 + sixteen)[None, :] + comb * norm * tl.load(scale_ptr + 2)
+    tl.store(pre_ptr + token[:, None] * 4 + four[None, :], 1 / (1 + tl.exp(-pre)) + eps, mask=live[:, None])
+    tl.store(post_ptr + token[:, None] * 4 + four[None, :], 2 / (1 + tl.exp(-post)), mask=live[:, None])
+    comb = tl.reshape(comb, [BLOCK, 4, 4])
+    comb = tl.exp(comb - tl.max(comb, 2)[:, :, None])
+    comb = comb / tl.sum(comb, 2)[:, :, None] + eps
+    comb = comb * (1 / (tl.sum(comb, 1) + eps))[:, None, :]
+    for _ in range(iterations - 1):
+        comb = comb * (1 / (tl.sum(comb, 2) + eps))[:, :, None]
+        comb = comb * (1 / (tl.sum(comb, 1) + eps))[:, None, :]
+    tl.store(comb_ptr + token[:, None] * 16 + sixteen[None, :], tl.reshape(comb, [BLOCK, 16]), mask=live[:, None])
+
+
+@triton.jit
+def _both(at, mask):
+    """The products with both parts of the weight."""
+    return tl.load(at, mask=mask, other=0.0) + tl.load(at + 24, mask=mask, other=0.0)

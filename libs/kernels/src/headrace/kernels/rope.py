@@ -6,6 +6,7 @@ DeepSeek's layout is [nope | rope]; in V4 and V4.1 K and V are one vector, so ou
 
 import torch
 
+from headrace.kernels import tuning
 from headrace.kernels._triton import cdiv, tl, triton
 
 
@@ -32,9 +33,11 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = 
     if x.stride(-1) != 1 or not (cos.is_contiguous() and sin.is_contiguous()):
         raise ValueError("rope needs contiguous columns of x and contiguous tables")
     if rows:
-        block = 64 if heads >= 64 else 16
+        config = tuning.rope(heads)
+        block = config["BLOCK_H"]
         _rope_kernel[(rows, cdiv(heads, block))](
-            x, cos, sin, heads, x.stride(0), x.stride(1), dim - size, HALF=size // 2, INVERSE=inverse, BLOCK_H=block
+            x, cos, sin, heads, x.stride(0), x.stride(1), dim - size, HALF=size // 2, INVERSE=inverse, BLOCK_H=block,
+            num_warps=config["num_warps"],
         )
     return x
 

@@ -9,6 +9,7 @@ softplus) released code.
 import torch
 from torch.nn import functional as F
 
+from headrace.kernels import tuning
 from headrace.kernels._triton import cdiv, next_power_of_2, tl, to_bf16, triton
 
 ALIGNMENT = 128
@@ -65,7 +66,7 @@ def route(
             logits.contiguous(), bias if bias is not None else logits, chosen, weights, experts, scale,
             0 if bias is None or bias.dim() == 1 else bias.stride(0),
             TOP_K=top_k, SIGMOID=score == "sigmoid", HAS_BIAS=bias is not None, GROUPS=groups, TOP_GROUPS=top_groups,
-            BLOCK=size, BLOCK_K=next_power_of_2(top_k), num_warps=1,
+            BLOCK=size, BLOCK_K=next_power_of_2(top_k), **tuning.route(),
         )  # fmt: skip
     return chosen, weights
 
@@ -74,20 +75,13 @@ def route(
 def _route_kernel(
     logits_ptr, bias_ptr, chosen_ptr, weight_ptr, experts, scale, bias_stride,
     TOP_K: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     live = expert < experts
     x = tl.load(logits_ptr + token * experts + expert, mask=live, other=0.0)
-    if SIGMOID:
-        score = 1 / (1 + tl.exp(-x))
-    else:
-        # softplus(x) = max(x, 0) + log(1 + exp(-|x|)); the log of 1 + tiny loses tiny, so small ones are taken as they are
-        tiny = tl.exp(-tl.abs(x))
-        one_more = 1 + tiny
-        log1p = tl.where(one_more == 1, tiny, tl.log(one_more) * (tiny / tl.where(one_more == 1, 1.0, one_more - 1)))
-        score = tl.sqrt(tl.maximum(x, 0.0) + log1p)
+    score = _expert_score(x, SIGMOID, FORM)
     choice = score
     if HAS_BIAS:
         choice += tl.load(bias_ptr + token * bias_stride + expert, mask=live, other=0.0)
@@ -109,13 +103,40 @@ def _route_kernel(
     chosen = tl.zeros([BLOCK_K], tl.int32)
     weight = tl.zeros([BLOCK_K], tl.float32)
     for k in tl.static_range(TOP_K):
-        winner = tl.argmax(choice, 0)  # the lowest of equals
+        if FORM == 1:
+            winner = tl.min(tl.where(choice == tl.max(choice, 0), expert, experts - 1), 0)
+        else:
+            winner = tl.argmax(choice, 0)  # the lowest of equals
         chosen = tl.where(slot == k, winner, chosen)
-        weight = tl.where(slot == k, tl.sum(tl.where(expert == winner, score, 0.0), 0), weight)
+        if FORM == 0:
+            weight = tl.where(slot == k, tl.sum(tl.where(expert == winner, score, 0.0), 0), weight)
         choice = tl.where(expert == winner, float("-inf"), choice)
+    if FORM == 1:
+        there = slot < TOP_K
+        x = tl.load(logits_ptr + token * experts + chosen, mask=there, other=0.0)
+        weight = tl.where(there, _expert_score(x, SIGMOID, FORM), 0.0)
     weight = weight / (tl.sum(weight, 0) + 1e-20) * scale
     tl.store(chosen_ptr + token * TOP_K + slot, chosen, mask=slot < TOP_K)
     tl.store(weight_ptr + token * TOP_K + slot, weight, mask=slot < TOP_K)
+
+
+@triton.jit
+def _expert_score(x, SIGMOID: tl.constexpr, FORM: tl.constexpr):
+    if SIGMOID:
+        return 1 / (1 + tl.exp(-x))
+    # softplus(x) = max(x, 0) + log(1 + exp(-|x|)); the log of 1 + tiny loses tiny
+    tiny = tl.exp(-tl.abs(x))
+    if FORM == 1:
+        # log(1 + t) = 2 atanh(t / (2 + t)), and a quotient of at most 1 / 3 needs few terms of the series
+        z = tiny / (2 + tiny)
+        square = z * z
+        series = 1 / 9 + square * (1 / 11 + square * (1 / 13))
+        series = 1 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * series)))
+        log1p = 2 * z * series
+    else:
+        one_more = 1 + tiny
+        log1p = tl.where(one_more == 1, tiny, tl.log(one_more) * (tiny / tl.where(one_more == 1, 1.0, one_more - 1)))
+    return tl.sqrt(tl.maximum(x, 0.0) + log1p)
 
 
 def plan_rows_reference(
@@ -155,7 +176,7 @@ def plan_rows(experts: torch.Tensor, count: int, alignment: int = ALIGNMENT) -> 
     capacity = row_capacity(tokens, top_k, count, alignment)
     group_of_row = torch.full((capacity,), -1, dtype=torch.int32, device=experts.device)
     counts = torch.empty(count, dtype=torch.int32, device=experts.device)
-    shared = {"BLOCK": 1024, "num_warps": 4}
+    shared = tuning.plan_rows()
     flat = experts.contiguous()
     _count_kernel[(count,)](flat, counts, tokens * top_k, **shared)
     if tokens:

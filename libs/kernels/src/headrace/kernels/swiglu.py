@@ -5,6 +5,7 @@ h = silu(min(gate, limit)) * clamp(up, -limit, limit) * weight of the routed row
 
 import torch
 
+from headrace.kernels import tuning
 from headrace.kernels._triton import cdiv, tl, triton
 from headrace.kernels.quantize_kernels import FORMATS, encode_fp8, quantize_rows_reference
 
@@ -45,7 +46,7 @@ def swiglu(
             x.contiguous(), weight if weight is not None else x, out, scales, count, inner // group,
             scales.stride(0), scales.stride(1), limit or 0.0,
             LIMIT=limit is not None, WEIGHT=weight is not None, QUANTISE=name is not None, KIND=kind, GROUP=group,
-            BLOCK=block, num_warps=4,
+            BLOCK=block, FORM=tuning.quantise()["FORM"], num_warps=4,
         )  # fmt: skip
     return (out, scales) if name else out
 
@@ -54,7 +55,7 @@ def swiglu(
 def _swiglu_kernel(
     x_ptr, weight_ptr, out_ptr, scale_ptr, count, groups, stride_r, stride_g, limit,
     LIMIT: tl.constexpr, WEIGHT: tl.constexpr, QUANTISE: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = index < count
@@ -71,7 +72,7 @@ def _swiglu_kernel(
         h *= tl.load(weight_ptr + row, mask=live, other=0.0)[:, None]
     out_at = out_ptr + index[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if QUANTISE:
-        value, scale = encode_fp8(h, KIND)
+        value, scale = encode_fp8(h, KIND, FORM)
         tl.store(out_at, value, mask=live[:, None])
         tl.store(scale_ptr + row * stride_r + (index % groups) * stride_g, scale, mask=live)
     else:

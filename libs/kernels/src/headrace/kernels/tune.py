@@ -1,27 +1,65 @@
-"""Search launch configurations: `python -m headrace.kernels.tune [--only TEXT] [--warm I/N]`. Needs a GPU.
+"""Search launch configurations: `python -m headrace.kernels.tune [--only TEXT] [--warm I/N] [--seconds N]`. Needs a GPU.
 
-For each timed case it times every candidate of its operation's grid and prints them best first. What is worth keeping
-goes by hand into `tuning`, whose tables are what runs.
+For each timed case it times every candidate of its operation's grid beside what `tuning` has now, compares outputs, and
+prints a table, best first; then it runs the check cases of those operations under every candidate. What is worth keeping
+goes by hand into `tuning`, whose tables are what runs. --warm compiles first, in several processes.
 """
 
 import argparse
 import itertools
 import json
 import sys
+import time
 
 import torch
 
 from headrace.kernels import tuning
-from headrace.kernels.bench import time_graph
+from headrace.kernels.bench import input_sets, time_graph
 from headrace.kernels.cases import Case, all_cases
+from headrace.kernels.check import check, relative_error, tensors
 
 
 def grid(**axes: tuple) -> list[dict]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
+SIMPLE = {  # operation: (function in `tuning`, candidates)
+    "index_scores": (
+        "indexer",
+        grid(FORM=(0,), BLOCK_N=(128,), num_warps=(4,))
+        + grid(FORM=(1,), BLOCK_N=(128,), TILES=(4, 16), STAGES=(1, 3), num_warps=(4,))
+        + grid(FORM=(1,), BLOCK_N=(256,), TILES=(4,), STAGES=(1,), num_warps=(8,)),
+    ),
+    "topk": ("topk", grid(FORM=(0,)) + grid(FORM=(1,), BITS=(4, 2), num_warps=(8, 16))),
+    "quantise": (
+        "quantise",
+        grid(FORM=(0,), ELEMENTS=(4096,), num_warps=(4,))
+        + grid(FORM=(1,), ELEMENTS=(2048, 4096), num_warps=(4,))
+        + grid(FORM=(1,), ELEMENTS=(8192,), num_warps=(4, 8)),
+    ),
+    "rope": ("rope", grid(BLOCK_H=(64,), num_warps=(4, 8)) + grid(BLOCK_H=(16, 32), num_warps=(2, 4))),
+    "engram_gather": ("engram_gather", grid(BLOCK=(8, 16, 32), num_warps=(4, 8))),
+    "engram_gate": ("engram_gate", grid(num_warps=(4, 8, 16))),
+    "route": ("route", grid(FORM=(0,), num_warps=(1,)) + grid(FORM=(1,), num_warps=(1, 2))),
+    "permute+combine": ("plan_rows", grid(BLOCK=(1024, 4096, 8192), num_warps=(4, 8))),
+}
+
+
 def candidates(case: Case) -> tuple[str, list[dict]] | None:
     """(name of the function in `tuning`, configurations worth trying for this case)."""
+    if case.op in SIMPLE:
+        return SIMPLE[case.op]
+    if case.op == "swiglu" and "fp8_fp32" in case.name:
+        return SIMPLE["quantise"]
+    if case.op == "mhc":
+        few = {"FORM": (1,), "STAGES": (1,), "SPLITS": (0,), "num_warps": (4,)}
+        if case.name.startswith("64x"):
+            return "mhc", grid(FORM=(0,)) + grid(BLOCK_T=(16,), BLOCK_D=(32, 64), WAVES=(1, 2, 4), **few)
+        return "mhc", grid(FORM=(0,)) + [
+            {"FORM": 1, "BLOCK_T": t, "BLOCK_D": d, "STAGES": s, "SPLITS": 0, "WAVES": v, "num_warps": w}
+            for t, d, s, w in ((64, 64, 1, 8), (64, 64, 2, 8), (64, 32, 3, 4), (64, 32, 1, 8), (32, 64, 1, 8), (32, 32, 3, 4))
+            for v in (2, 4)
+        ]
     if case.op == "sparse_attention":
         return "sparse_attention", grid(BLOCK_N=(32, 64), STAGES=(1, 2, 3, 5), SPREAD=(0, 1), num_warps=(8,))
     if case.op == "mla_decode":
@@ -61,38 +99,98 @@ def candidates(case: Case) -> tuple[str, list[dict]] | None:
     return None
 
 
+def race(case: Case, name: str, configs: list[dict], device: torch.device, until: float) -> list[tuple]:
+    """(seconds, worst relative error of an output to that of the tables as they are, configuration), best first."""
+    problems = input_sets(case, device)
+    kept = getattr(tuning, name)
+    now = [t.clone() for t in tensors(problems[0].select(problems[0].run()))]
+    results = []
+    for config in configs:
+        if time.monotonic() > until:
+            break
+        setattr(tuning, name, lambda *_, config=config: config)
+        try:
+            out = tensors(problems[0].select(problems[0].run()))
+            error = max(relative_error(a, b) for a, b in zip(out, now, strict=True))
+            results.append((time_graph([p.run for p in problems]), error, config))
+        except Exception as failure:  # a configuration may not fit the device
+            results.append((float("inf"), 0.0, config | {"error": f"{type(failure).__name__}: {failure}"[:90]}))
+        finally:
+            setattr(tuning, name, kept)
+    return sorted(results, key=lambda r: r[0])
+
+
+def try_checks(chosen: dict[str, tuple[str, list[dict]]], device: torch.device, until: float) -> int:
+    """The check cases of these operations under every candidate; prints what fails, returns how many do."""
+    done = failures = 0
+    for case in all_cases():
+        if case.timed or case.op not in chosen:
+            continue
+        name, configs = chosen[case.op]
+        kept = getattr(tuning, name)
+        for config in configs:
+            if time.monotonic() > until:
+                print(f"out of time at the check of {case.op}: {case.name}; {done} done")
+                return failures
+            setattr(tuning, name, lambda *_, config=config: config)
+            result = check(case, device)
+            setattr(tuning, name, kept)
+            done += 1
+            if not result["ok"]:
+                failures += 1
+                why = result.get("why", result.get("errors"))
+                print(f"FAIL {case.op}: {case.name}: {json.dumps(config)}: {why} {result.get('repeatable')}", flush=True)
+    print(f"{done} checks, {failures} failed")
+    return failures
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="headrace.kernels.tune", description=__doc__)
     parser.add_argument("--only", default="", help="only rows whose operation or shape contains one of these, by |")
     parser.add_argument("--warm", default="", help="I/N: only compile the I-th of N parts of the candidates")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after so long")
+    parser.add_argument("--copy", type=float, default=4.2e12, help="bytes/s of a device copy, for the share of it")
+    parser.add_argument("--most", type=int, default=6, help="configurations printed of a case")
     options = parser.parse_args(arguments)
     device = torch.device("cuda")
     wanted = options.only.split("|")
+    until = time.monotonic() + options.seconds
     part, parts = map(int, (options.warm or "0/1").split("/"))
+    chosen: dict[str, tuple[str, list[dict]]] = {}
     for case in all_cases():
         found = candidates(case)
         if not case.timed or found is None or not any(w in f"{case.op}: {case.name}" for w in wanted):
             continue
         name, configs = found
-        problems = [case.build(device, 1000 * i) for i in range(1 if options.warm else 2)]
-        kept = getattr(tuning, name)
-        results = []
-        for config in configs[part::parts]:
-            setattr(tuning, name, lambda *_, config=config: config)
-            try:
-                if options.warm:
-                    problems[0].run()
-                else:
-                    results.append((time_graph([p.run for p in problems]), config))
-            except Exception as error:  # a configuration may not fit the device
-                results.append((float("inf"), config | {"error": f"{type(error).__name__}: {error}"[:60]}))
-        setattr(tuning, name, kept)
-        if not options.warm:
-            best = sorted(results, key=lambda r: r[0])[:4]
-            print(f"{case.op}: {case.name}", *(f"\n   {t * 1e6:9.1f} us {json.dumps(c)}" for t, c in best), flush=True)
-        del problems
+        if options.warm:
+            compile_all(case, name, configs[part::parts], device)
+            continue
+        chosen[case.op] = name, [c for c in chosen.get(case.op, (name, []))[1] if c not in configs] + configs
+        if time.monotonic() > until:
+            print(f"{case.op}: {case.name}: out of time")
+            continue
+        results = race(case, name, configs, device, until)
+        print(f"{case.op}: {case.name}")
+        first = next((t for t, _, c in results if c == configs[0]), float("nan"))
+        for seconds, error, config in results[: options.most] + [r for r in results[options.most :] if r[2] == configs[0]]:
+            rate = case.bytes / seconds
+            speed = f"{rate / 1e9:6.0f} GB/s {rate / options.copy * 100:4.0f} % x{first / seconds:5.2f}"
+            print(f"  {seconds * 1e6:9.1f} us {speed} difference {error:.0e} {json.dumps(config)}", flush=True)
         torch.cuda.empty_cache()
-    return 0
+    return 0 if options.warm else min(1, try_checks(chosen, device, until))
+
+
+def compile_all(case: Case, name: str, configs: list[dict], device: torch.device) -> None:
+    problem = case.build(device, 0)
+    kept = getattr(tuning, name)
+    for config in configs:
+        setattr(tuning, name, lambda *_, config=config: config)
+        try:
+            problem.run()
+        except Exception as error:
+            print(f"warm {case.op}: {case.name}: {config}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+    setattr(tuning, name, kept)
+    torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -79,6 +79,47 @@ def _gemm_words(name: str, m: int, batch_invariant: bool) -> dict[str, int]:
 
 
 def indexer() -> dict[str, int]:
+    """FORM 1: FP8 products of scale groups, TILES tiles a program; 0: bf16 products, a tile a program."""
     if INTERPRETED:
-        return {"BLOCK_N": 32, "num_warps": 4}
-    return {"BLOCK_N": 128, "num_warps": 4}
+        return {"FORM": 1, "BLOCK_N": 32, "TILES": 2, "STAGES": 1, "num_warps": 4}
+    return {"FORM": 0, "BLOCK_N": 128, "num_warps": 4}
+
+
+def topk() -> dict[str, int]:
+    """FORM 1: by a bound from group maxima, BITS bits of a key a turn; 0: one bit a turn over all scores."""
+    if INTERPRETED:
+        return {"FORM": 1, "BITS": 4, "num_warps": 4}
+    return {"FORM": 0}
+
+
+def mhc(tokens: int, batch_invariant: bool) -> dict[str, int]:
+    """FORM 1: the weight is split once, at load. SPLITS: parts of the projection's sum; 0: WAVES programs a processor."""
+    if INTERPRETED:
+        fixed = 4 if batch_invariant else 0
+        return {"FORM": 1, "BLOCK_T": 16, "BLOCK_D": 32, "STAGES": 1, "WAVES": 2, "SPLITS": fixed, "num_warps": 4}
+    return {"FORM": 0}
+
+
+def quantise() -> dict[str, int]:
+    """ELEMENTS a program. FORM 1: quotients by corrected reciprocals, FP4 codes in few operations."""
+    return {"FORM": 1 if INTERPRETED else 0, "ELEMENTS": 4096, "num_warps": 4}
+
+
+def rope(heads: int) -> dict[str, int]:
+    return {"BLOCK_H": 64 if heads >= 64 else 16, "num_warps": 4}
+
+
+def engram_gather() -> dict[str, int]:
+    return {"BLOCK": 8, "num_warps": 4}
+
+
+def engram_gate(dim: int) -> dict[str, int]:
+    return {"num_warps": 8 if dim > 2048 else 4}
+
+
+def plan_rows() -> dict[str, int]:
+    return {"BLOCK": 1024, "num_warps": 4}
+
+
+def route() -> dict[str, int]:
+    return {"FORM": 1 if INTERPRETED else 0, "num_warps": 1}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from headrace.kernels import blocks, embedding, engram, mhc, quantize_kernels, rmsnorm, rope, routing, swiglu
+from headrace.kernels import blocks, embedding, engram, mhc, quantize_kernels, rmsnorm, rope, routing, swiglu, tuning
 from headrace.kernels.cases import Case, Problem, generator, randn, random_fp8
 from headrace.kernels.kv_layouts import PagedKV, entry_bytes
 from headrace.kernels.kv_store import kv_store, kv_store_reference
@@ -158,9 +158,11 @@ def streams(tokens: int, dim: int, size: str, timed: bool) -> Case:
         base, scale = randn((24,), device, seed + 3), randn((3,), device, seed + 4).abs()
         coefficients = mhc.mhc_coefficients_reference(x, fn, base, scale, 1e-20, 1e-6)
         pre, post, comb = coefficients
+        split = mhc.split_projection(fn)
 
         def run():
-            y, u, parts = mhc.mhc_pass(x, (o, post, comb), pre, fn)
+            weight = split if tuning.mhc(tokens, False)["FORM"] else fn
+            y, u, parts = mhc.mhc_pass(x, (o, post, comb), pre, weight)
             return y, u, *mhc.mhc_coefficients(parts, base, scale, dim, 1e-20, 1e-6)
 
         def reference():

@@ -18,8 +18,8 @@ def cases() -> Iterator[Case]:
     yield index(128, 32, 16384, False, "full", timed=True)
     yield index(128, 32, 65536, False, "full", timed=True)
     yield index(128, 32, 65536, True, "full", timed=True)
-    small = [(4, 700, 32), (3, 20, 32), (0, 20, 4)]
-    full = [(33, 5000, 512), (5, 40000, 512), (3, 600000, 64)]
+    small = [(4, 700, 32), (3, 20, 32), (0, 20, 4), (1, 20000, 8)]
+    full = [(33, 5000, 512), (5, 40000, 512), (3, 600000, 64), (140, 9000, 2048)]
     for rows, n, k, size in [(*c, "small") for c in small] + [(*c, "full") for c in full]:
         yield select(rows, n, k, size)
     for rows, n, k in [(128, 16384, 512), (128, 65536, 512), (4096, 16384, 512), (128, 8192, 2048)]:
@@ -75,8 +75,9 @@ def select(rows: int, n: int, k: int, size: str, timed: bool = False) -> Case:
         lengths = None
         if not timed and rows:
             scores = torch.relu(scores)  # half are exact ties
-            scores[1] = float("-inf")
-            scores[2, : n // 2] = -scores[2, : n // 2] - 1
+            scores[1:2] = float("-inf")
+            scores[2:3, : n // 2] = -scores[2:3, : n // 2] - 1
+            scores[3:4] = (torch.arange(n, device=device) % 50 == 0).float()  # few values, far more equals than k
             lengths = torch.randint(0, n + 1, (rows,), generator=generator(device, seed), device=device).int()
             lengths[0] = n
         return Problem(run=lambda: topk(scores, k, lengths), reference=lambda: topk_reference(scores, k, lengths))
