@@ -47,6 +47,13 @@ FOUND = {
         (Request(0.05, 143, 1, max_tokens=8), Request(0.06, 399, 0, max_tokens=8), Request(0.07, 344, 1, max_tokens=8)),
         (Span("slow", 0.0, 0.5, 0.3),),
     ),
+    "what waiting prompts pin of their prefixes does not keep the first of them waiting": Plan(
+        1001283, config(counts={"gateway": 1, "prefill": 2, "decode": 1, "kvstore": 0}, transports=["shm", "tcp"], chunk=1024,
+                        prefill_blocks=5, checksums=True, ticket_seconds=2.0, queue_seconds=1.0, step_seconds=0.03,
+                        tick_seconds=0.02, slab_slots=0),
+        (Request(1.527, 351, 0, max_tokens=8, stream=False), Request(0.61, 448, 1, max_tokens=8, stream=False)),
+        (Message("Bytes", 2, "flip"), Hurt("stop", "prefill", 0, 0.474, 2.617)),
+    ),
     "a deadline that passes while no worker is there ends the request": Plan(
         49, config(transports=["tcp"], queue_seconds=1.0, max_num_seqs=2), (Request(0.75, 170, 1, n=2, deadline=2.0),),
         (Hurt("cut mute", "prefill", 0, 0.199, 2.843),),

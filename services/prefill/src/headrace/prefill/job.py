@@ -38,6 +38,7 @@ class Job:
     content: bytes = b""  # binding of the prompt
     images: list[api.ImageSpan] = field(default_factory=list)
     pins: list[int] = field(default_factory=list)  # resident prefix
+    own: int = 0  # blocks of it that were here already
     fetched: int = 0  # blocks from the kvstore
     submitted: float = 0.0
     released: bool = False  # engine and pins were given back

@@ -29,6 +29,7 @@ from headrace.worker.visionclient import VisionError
 from .job import Abort, Job
 
 QUEUE_CHUNKS = 2  # accepted work that is not computed yet, in chunks
+STUCK_SECONDS = 0.1  # a prompt waits for memory so long, and nobody has any: those who wait pin it
 ASK_SECONDS = 0.5  # patience with one question; the questions are repeated
 INLINE_BYTES = 64 << 10  # more than this is checksummed in a thread
 # HTTP status of a problem by its code; others are 502: the other side of the hand-off.
@@ -177,7 +178,7 @@ class PrefillService(WorkerService):
         if not usable:
             return
         job.pins = self.engine.pool.match(usable)
-        own = len(job.pins)
+        own = job.own = len(job.pins)
         if self.store.wanted(usable, own, job.prompt_tokens):
             started = time.monotonic()
             fetched = await self.store.fetch(job.run.request, job.run.namespace, usable, own)
@@ -225,6 +226,17 @@ class PrefillService(WorkerService):
     def step_begins(self) -> None:
         for key in [key for key in self._waiting if self.engine.begun(key)]:
             self._waiting.pop(key).wake()
+
+    def _yield_pins(self, now: float) -> None:
+        """Where nobody has memory any more and yet the first finds too little, those who wait hold it: what is resident of
+        their prefixes. The last one lets go; it may have to compute that again."""
+        if any(job.submitted and not job.released and key not in self._waiting for key, job in self.jobs.items()):
+            return
+        pinned = [job for job in self._waiting.values() if job.pins and now - job.submitted > STUCK_SECONDS]
+        if pinned:
+            self.engine.pool.release(pinned[-1].pins)
+            pinned[-1].pins = []
+            self.host.wake()
 
     async def _bind(self, job: Job) -> None:
         """Ask for memory until there is some; the reader may be full for a moment. Our own was taken before: whoever holds a
@@ -371,8 +383,7 @@ class PrefillService(WorkerService):
         done = job.done
         source = ""
         if done.cached_tokens:
-            own = len(job.pins) - job.fetched
-            from_store = job.fetched and done.cached_tokens > own * self.engine.info.block_tokens
+            from_store = job.fetched and done.cached_tokens > job.own * self.engine.info.block_tokens
             source = ("kvstore" if from_store else "worker") + ("+snapshot" if done.snapshot_hit else "")
         return m.Usage(job.prompt_tokens, 0, done.cached_tokens, done.computed_rows, done.replay_rows, source)
 
@@ -590,6 +601,8 @@ class PrefillService(WorkerService):
                     self._stop_job(job, Abort("deadline", f"not computed within its deadline of {job.run.deadline:g} s"))
             elif job.task is not None and now - job.renewed > job.ticket.ttl / 3:
                 self._renew(job)
+        if self._waiting:
+            self._yield_pins(now)
         for ticket, effect in self.tickets.tick(now):
             job = self.by_ticket.get(ticket)
             if job is not None:
