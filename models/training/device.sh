@@ -1,62 +1,90 @@
 #!/bin/sh
-# Train headrace-tiny on one machine with a CUDA device, in three runs of at most ten minutes: device.sh pretrain | anneal | draft.
+# Train headrace-tiny on one CUDA device in calls of at most ten minutes: device.sh data | smoke | own | pretrain | anneal | draft.
 #
-# Knows the order of commands, their time budgets, and what must come back. Needs python3 with torch, numpy, tokenizers,
-# safetensors and pillow; msgspec and llguidance may lie as wheels in .whl/. Everything is made in run/tiny, which a machine that
-# stays keeps; else $OUT/carry (CARRY names where it was put) brings the weights to the next run.
+# Knows the order of commands and what must come back. Needs python3 with torch, numpy, tokenizers, safetensors and pillow; what
+# else is missing may lie as wheels in .whl/. Everything is made in run/, which a machine that stays keeps; else $OUT/carry (CARRY
+# names where it was put) brings the weights to the next stage.
+#
+#   device.sh data            packs the data of all stages, in order of need; runs beside anything, a stage waits for its own data
+#   device.sh smoke           a few steps of each stage, compiled, then eager; speed and memory in $OUT/smoke.log
+#   device.sh STAGE MINUTES   trains a stage so long, compiling included; called again it goes on from its last save
+#   device.sh own SECONDS     the target answers prompts on the CPU, for its draft; runs beside the anneal stage
 #
 #   OUT      where results are left                        (default: run/out)
-#   CARRY    pieces that an earlier run left in $OUT       (default: run/carry)
+#   CARRY    pieces that an earlier stage left in $OUT     (default: run/carry)
 #   CONFIG   which model                                   (default: tiny)
-#   SCALE    minutes of a stage are multiplied by this; 0.02 with CONFIG=micro rehearses on a CPU
+#   FAST     how to compute, options of `train`            (default: 65,536 tokens a step, compiled, bf16; on a CPU 4,096)
+#   SCALE    tokens of data are multiplied by this; 0.02 with CONFIG=micro and few MINUTES rehearses on a CPU
 set -eu
-stage=$1
+stage=$1 length=${2:-}
 root=$(cd "$(dirname "$0")/../.." && pwd)
 cd "$root"
 OUT=${OUT:-run/out} CARRY=${CARRY:-run/carry} CONFIG=${CONFIG:-tiny} SCALE=${SCALE:-1}
-run=run/$CONFIG data=run/data
-mkdir -p "$OUT" run
+run=run/$CONFIG data=run/data tokenizer=models/training/tokenizer.json
+mkdir -p "$OUT" $data
 if [ -d .whl ]; then
-    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl
-    PYTHONPATH=/tmp/site
+    flock run/site.lock sh -c '[ -d run/site ] || python3 -m pip install -q --no-index --no-deps --no-compile --target run/site .whl/*.whl'
+    PYTHONPATH="$root/run/site"
 fi
 for src in libs/*/src; do PYTHONPATH="$root/$src${PYTHONPATH:+:$PYTHONPATH}"; done
 export PYTHONPATH PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false TORCHINDUCTOR_CACHE_DIR="$root/run/inductor"
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 
-do_() { echo "== $*" && python3 -m models.training "$@"; }
-minutes() { python3 -c "print($1 * $SCALE)"; }
-tokens() { python3 -c "print(max(3e4, $1 * $SCALE))"; }
-
-if [ ! -d "$run" ] && [ -d "$CARRY" ]; then do_ carry "$run" "$CARRY" --back; fi
 cuda=$(python3 -c 'import torch; print(int(torch.cuda.is_available()))')
-fast="--tokens 131072 --probe --compile --bf16"
-[ "$cuda" = 1 ] || fast="--tokens 4096"
+[ "$cuda" = 1 ] && fast="--tokens 65536 --compile --bf16" || fast="--tokens 4096"
+fast=${FAST:-$fast}
+
+do_() { echo "== $*" && python3 -m models.training "$@"; }
+pack() { # FOLDER MIX TOKENS: one process at a time; who comes later finds it made
+    tokens=$(python3 -c "print(max(3e4, $3 * $SCALE))")
+    echo "== pack $1"
+    flock "$data/$1.lock" nice python3 -m models.training pack "$data/$1" --tokenizer $tokenizer --mix "$2" --tokens "$tokens" \
+        --context 1024 2048 --seed "$1" > "$data/$1.log" 2>&1 || { cat "$data/$1.log"; return 1; }
+    tail -1 "$data/$1.log"
+}
+data_of() {
+    case $1 in
+    pretrain) pack pretrain pretrain 180e6 ;;
+    anneal) pack anneal anneal 120e6 ;;
+    draft) pack draft anneal 24e6 ;;
+    esac
+}
+train() { # RUN STAGE DATA... OPTIONS...
+    where=$1 which=$2 && shift 2
+    rate=4e-3 && [ "$which" != draft ] || rate=3e-3
+    do_ train "$where" --stage "$which" --config "$CONFIG" --tokenizer $tokenizer --rate $rate --index-every 2 "$@"
+}
+smoke() { # RUN STEPS OPTIONS: what fails is shown, the next one is tried all the same
+    folder=$1 steps=$2 && shift 2
+    for which in pretrain anneal draft; do
+        train "$folder" $which --data $data/smoke --steps "$steps" --report-seconds 0 "$@" || echo "FAILED: $which $*"
+    done
+}
+
 case $stage in
-pretrain) # about 9.5 minutes: data 1, probe and compiling 1.5, training 6.5
-    do_ pack $data/pretrain --tokenizer models/training/tokenizer.json --mix pretrain --tokens "$(tokens 150e6)" --context 2048
-    do_ train "$run" --stage pretrain --data $data/pretrain --config "$CONFIG" --tokenizer models/training/tokenizer.json \
-        --minutes "$(minutes 6.5)" --rate 4e-3 --save-seconds 120 --report-seconds 2 $fast
+data) for which in pretrain anneal draft; do data_of $which; done ;;
+smoke)
+    pack smoke anneal "$(python3 -c "print(2e6 / $SCALE)")"
+    {
+        smoke run/smoke 12 $fast
+        smoke run/smoke-eager 3 --tokens 32768 --bf16
+    } 2>&1 | tee "$OUT/smoke.log"
     ;;
-anneal) # about 9.5 minutes: data 0.5, probe and compiling 2, training 6.5
-    do_ pack $data/anneal --tokenizer models/training/tokenizer.json --mix anneal --tokens "$(tokens 80e6)" --context 2048
-    do_ train "$run" --stage anneal --data $data/anneal --minutes "$(minutes 6.5)" --rate 4e-3 --save-seconds 120 \
-        --report-seconds 2 $fast
-    ;;
-draft) # about 9 minutes: the target says its own 1.5 (in the meantime data), training 5.5
+own)
     do_ export "$run" run/target
-    do_ own run/target $data/own --mix anneal --seconds "$(minutes 90)" &
-    own=$!
-    do_ pack $data/draft --tokenizer models/training/tokenizer.json --mix anneal --tokens "$(tokens 20e6)" --context 2048 \
-        --seed draft --workers 4
-    wait $own
-    do_ train "$run" --stage draft --data $data/own $data/draft --minutes "$(minutes 5.5)" --rate 3e-3 --save-seconds 120 \
-        --report-seconds 2 $fast
+    nice python3 -m models.training own run/target $data/own --mix anneal --seconds "$length"
+    ;;
+pretrain | anneal | draft)
+    if [ ! -d "$run" ] && [ -d "$CARRY" ]; then do_ carry "$run" "$CARRY" --back; fi
+    data_of "$stage"
+    more=
+    [ "$stage" = draft ] && ls $data/own/*.npz > /dev/null 2>&1 && more=$data/own
+    train "$run" "$stage" --data $data/"$stage" $more --minutes "$length" --save-seconds 100 --report-seconds 5 $fast
+    rm -rf "$OUT/carry" && do_ carry "$run" "$OUT/carry"
+    cp "$run/log.jsonl" "$OUT/"
     ;;
 *)
-    echo "device.sh: no stage $stage; pretrain, anneal or draft" >&2
+    echo "device.sh: no stage $stage; data, smoke, own, pretrain, anneal or draft" >&2
     exit 2
     ;;
 esac
-rm -rf "$OUT/carry" && do_ carry "$run" "$OUT/carry"
-cp "$run/log.jsonl" "$OUT/"

@@ -16,8 +16,11 @@ import dataclasses
 import shutil
 import signal
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +30,6 @@ from headrace.engine.models.v41.training import TrainingModel, indexer_loss
 
 from . import losses
 from .optimizer import Optimizer, schedule
-from .probe import probe
 from .rounding import Rounded
 from .runs import STAGES, Run
 from .shards import Shards
@@ -51,7 +53,7 @@ PLAN = {
     "draft": Stage(warmup=0.05, decay=0.6, rate=0.7),
 }
 BALANCE_RATE = 1e-3
-ANCHORS = 32  # draft blocks a row
+ANCHORS = 64  # draft blocks a row
 
 
 def dense_config(config: ModelConfig) -> ModelConfig:
@@ -74,10 +76,11 @@ class Trainer:
             parameter.requires_grad_(parameter.requires_grad and name.startswith("mtp.") == self.draft)
         self.optimizer = Optimizer(self.model.named_parameters())
         self.rounded = Rounded(self.model, r"^mtp\." if self.draft else r"^(?!mtp\.)")
-        self.draw = torch.Generator().manual_seed(options.seed)
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self._restore()
-        self.forward = compiled(self.model, self.device) if options.compile else self.model
+        self.batches = Ahead(self._batch)
+        if options.compile:
+            compile_parts(self.model, self.device)
 
     # -------------------------------------------------------------- state
 
@@ -89,7 +92,6 @@ class Trainer:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"], self.device)
             self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
-            self.draw.set_state(state["random"])
             return
         earlier = self.run.newest(before=self.stage)
         if earlier is not None:
@@ -101,7 +103,7 @@ class Trainer:
         """Everything that going on exactly needs."""
         state = {
             "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step,
-            "seconds": self.seconds, "tokens": self.tokens, "random": self.draw.get_state(),
+            "seconds": self.seconds, "tokens": self.tokens,
         }  # fmt: skip
         self.run.save(self.stage, state)
 
@@ -118,6 +120,7 @@ class Trainer:
         """Train until the stage or this process's time is over."""
         stop = _Stop()
         begun, saved, reported = time.monotonic(), time.monotonic(), 0.0
+        self.reported = (self.tokens, begun)
         limit = 60 * self.options.limit_minutes if self.options.limit_minutes else float("inf")
         while self.progress < 1.0 and not stop.asked and time.monotonic() - begun < limit:
             start = time.monotonic()
@@ -134,27 +137,40 @@ class Trainer:
 
     def one_step(self) -> dict[str, torch.Tensor]:
         """Gradients of one batch, in pieces that fit, and one move of the optimiser."""
-        batch = self.shards.batch(self.step)
-        ids, weights, documents = (torch.from_numpy(x).to(self.device) for x in (batch.ids, batch.weights, batch.documents))
-        rows = max(1, self.options.micro_tokens // ids.shape[1]) if self.options.micro_tokens else ids.shape[0]
+        pieces, tokens = self.batches(self.step)
         self.configure()
-        pieces, values = -(-ids.shape[0] // rows), {}
         with self.rounded(self.plan.rounded or (self.draft and self.progress > 0.5)):
-            for at in range(0, ids.shape[0], rows):
-                part = slice(at, at + rows)
-                total, values = self.losses(ids[part], weights[part], documents[part], self._images(batch.images[part]))
-                (total / pieces).backward()
+            for piece in pieces:
+                there = [None if part is None else part.to(self.device, non_blocking=True) for part in piece]
+                total, values = self.losses(*there)
+                (total / len(pieces)).backward()
         values["norm"] = self.optimizer.clip(1.0)
         values["rate"] = (
             self.options.rate * self.plan.rate * schedule(self.progress, warmup=self.plan.warmup, decay=self.plan.decay)
         )
         self.optimizer.step(values["rate"])
         self.step += 1
-        self.tokens += int((batch.weights > 0).sum())
+        self.tokens += tokens
         return values
 
+    def _batch(self, number: int) -> tuple[list[tuple[torch.Tensor | None, ...]], int]:
+        """Pieces (ids, weights, documents, images, anchors) of a batch on the host, and how many of its tokens count."""
+        batch = self.shards.batch(number)
+        values = [torch.from_numpy(x) for x in (batch.ids, batch.weights, batch.documents)]
+        rows = max(1, self.options.micro_tokens // batch.ids.shape[1]) if self.options.micro_tokens else len(batch.ids)
+        draw, pieces = torch.Generator().manual_seed((self.options.seed << 32) + number), []
+        for at in range(0, len(batch.ids), rows):
+            ids, weights, documents = (x[at : at + rows] for x in values)
+            block = self.run.config.dspark_block_size
+            anchors = losses.draw_anchors(weights, documents, block, ANCHORS, draw) if self.draft else None
+            piece = (ids, weights, documents, self._images(batch.images[at : at + rows]), anchors)
+            if self.device.type == "cuda":  # so that copying waits for nothing
+                piece = tuple(None if part is None else part.pin_memory() for part in piece)
+            pieces.append(piece)
+        return pieces, int((batch.weights > 0).sum())
+
     def configure(self) -> None:
-        """Dense or selected attention, as progress has it. Compiled passes are compiled again when it changes."""
+        """Dense or selected attention, as progress has it."""
         self.model.config = dense_config(self.run.config) if self.progress < self.plan.dense else self.run.config
 
     def _images(self, rows: list[np.ndarray]) -> torch.Tensor | None:
@@ -162,14 +178,18 @@ class Trainer:
         if self.run.config.vision is None:
             return None
         pictures = [pixels for pixels in rows if len(pixels)] or [np.zeros((0, 0, 0, 3), np.uint8)]
-        return torch.from_numpy(np.concatenate(pictures)).to(self.device)
+        return torch.from_numpy(np.concatenate(pictures))
 
-    def losses(self, ids: torch.Tensor, weights: torch.Tensor, documents: torch.Tensor, images: torch.Tensor | None):
+    def losses(
+        self, ids: torch.Tensor, weights: torch.Tensor, documents: torch.Tensor, images: torch.Tensor | None,
+        anchors: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+        """What is minimised, and what is reported."""
         if self.draft:
-            return self._draft_losses(ids, weights, documents, images)
+            return self._draft_losses(ids, documents, images, anchors)
         index = self.plan.index and self.step % self.options.index_every == 0
         extras = ("router", "index") if index else ("router",)
-        out = self.forward(ids, documents=documents, images=images, extras=extras)
+        out = self.model(ids, documents=documents, images=images, extras=extras)
         total, target = losses.token_loss(out.logits, ids, weights, documents)
         values = {"loss": total.detach(), "target_loss": target}
         if index:
@@ -178,32 +198,48 @@ class Trainer:
         values["imbalance"] = losses.balance(self.model, out.router, BALANCE_RATE)
         return total, values
 
-    def _draft_losses(self, ids: torch.Tensor, weights: torch.Tensor, documents: torch.Tensor, images: torch.Tensor | None):
+    def _draft_losses(
+        self, ids: torch.Tensor, documents: torch.Tensor, images: torch.Tensor | None, anchors: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         with torch.no_grad():
-            out = self.forward(ids, documents=documents, images=images, extras=("taps",))
-        anchors = losses.draw_anchors(weights, documents, self.run.config.dspark_block_size, ANCHORS, self.draw)
+            out = self.model(ids, documents=documents, images=images, extras=("taps",))
         drafts = self.model.draft(ids, out.taps, anchors, documents)
         loss = losses.draft_loss(drafts, out.logits, anchors, documents)
         return loss.total, {"loss": loss.distance, "confidence_loss": loss.confidence, "accepted": loss.accepted}
 
     def _report(self, values: dict) -> None:
-        speed = self.tokens / max(self.seconds, 1e-9)
+        shown = ", ".join(f"{k} {float(v):.4g}" for k, v in values.items())  # waits for the device
+        (tokens, seconds), self.reported = self.reported, (self.tokens, time.monotonic())
+        speed = (self.tokens - tokens) / (self.reported[1] - seconds)
+        memory = f", {torch.cuda.max_memory_allocated(self.device) / 2**30:.1f} GiB" if self.device.type == "cuda" else ""
         self.run.log(
             stage=self.stage, step=self.step, seconds=self.seconds, tokens=self.tokens, progress=self.progress, **values
         )
-        shown = ", ".join(f"{k} {float(v):.4g}" for k, v in values.items())
-        print(f"{self.stage} {self.progress:6.1%} step {self.step} {shown}; {speed:,.0f} tokens a second", flush=True)
+        print(f"{self.stage} {self.progress:6.1%} step {self.step} {shown}; {speed:,.0f} tokens a second{memory}", flush=True)
 
 
-def compiled(model: TrainingModel, device: torch.device):
-    """The model's forward pass as one graph. Constants that the engine caches behind `lru_cache` become plain tensors, which
-    torch.compile would trace again and stop at."""
+def compile_parts(model: TrainingModel, device: torch.device) -> None:
+    """torch.compile for the model's parts. What cannot be compiled runs as it is, with a warning; the constant that the engine
+    keeps behind `lru_cache` becomes a plain tensor, for a compiler would make it anew in every pass."""
     from headrace.engine.models.v41 import layers
 
-    c = model.config
-    scales, sums = layers._scale_of_mix(c.hc_mult, device), layers._summing_matrices(c.hc_mult, c.hc_eps, device)
-    layers._scale_of_mix, layers._summing_matrices = (lambda *_: scales), (lambda *_: sums)
-    return torch.compile(model, dynamic=False)
+    scales = layers._scale_of_mix(model.config.hc_mult, device)
+    layers._scale_of_mix = lambda *_: scales
+    torch._dynamo.config.recompile_limit = 64  # contexts, kinds of layers, with and without gradients
+    torch._dynamo.config.suppress_errors = True
+    model.parts.compile()
+
+
+class Ahead:
+    """A function of a number, computed on a thread of its own for the number that follows the one that was asked for."""
+
+    def __init__(self, function: Callable[[int], Any]) -> None:
+        self.function, self.pool, self.next = function, ThreadPoolExecutor(1), (-1, None)
+
+    def __call__(self, number: int) -> Any:
+        made = self.next[1].result() if self.next[0] == number else self.function(number)
+        self.next = (number + 1, self.pool.submit(self.function, number + 1))
+        return made
 
 
 class _Stop:
@@ -239,8 +275,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--bf16", action="store_true", help="activations in bfloat16 (weights stay fp32)")
     parser.add_argument("--recompute", action="store_true", help="keep fewer activations, compute them again")
-    parser.add_argument("--compile", action="store_true", help="torch.compile")
-    parser.add_argument("--probe", action="store_true", help="CUDA: measure first what fits, and whether --compile pays")
+    parser.add_argument("--compile", action="store_true", help="torch.compile of the model's parts")
     parser.add_argument("--index-every", type=int, default=1, help="train the indexer in every such step only (default: 1)")
     parser.add_argument("--save-seconds", type=float, default=60.0)
     parser.add_argument("--report-seconds", type=float, default=5.0)
@@ -258,8 +293,6 @@ def main(args: argparse.Namespace) -> None:
     else:
         run = Run(args.run)
     shards = Shards(args.data, args.tokens, args.seed)
-    if args.probe:
-        probe(run, args, shards)
     trainer = Trainer(run, args.stage, shards, args)
     shutil.copyfile(args.data[0] / "index.json", run.folder / f"data-{args.stage}.json")  # for the model card
     parameters = sum(p.numel() for p in trainer.model.parameters())

@@ -40,12 +40,22 @@ class Block(nn.Module):
         self, streams: torch.Tensor, attended: torch.Tensor, image: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """streams [T, hc, d] and the attention's output [T, d] on them -> (streams, pre of the next block)."""
+        streams, pre, post, comb, x = self.before_experts(streams, attended)
+        return expand(self.ffn(x, image), streams, post, comb), pre
+
+    def routed(self, streams: torch.Tensor, attended: torch.Tensor, image: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """`forward` with what the gate did: (streams, pre, gate scores, chosen experts), see `MoE.routed`."""
+        streams, pre, post, comb, x = self.before_experts(streams, attended)
+        output, scores, chosen = self.ffn.routed(x, image)
+        return expand(output, streams, post, comb), pre, scores, chosen
+
+    def before_experts(self, streams: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(streams behind the attention, pre of the next block, post and comb of the experts' output, what experts read)."""
         c = self.config
         pre, post, comb = mix(streams, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, c, self.tile)
         streams = expand(attended, streams, post, comb)
         next_pre, post, comb = mix(streams, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, c, self.tile)
-        output = self.ffn(self.ffn_norm(collapse(streams, pre)), image)
-        return expand(output, streams, post, comb), next_pre
+        return streams, next_pre, post, comb, self.ffn_norm(collapse(streams, pre))
 
 
 def mean_of_streams(streams: torch.Tensor) -> torch.Tensor:

@@ -137,15 +137,20 @@ class RopeTable:
 
 
 def rotate(x: torch.Tensor, phases: torch.Tensor) -> torch.Tensor:
-    """Rotate the last RD channels of x [T, D] or [T, H, D] by complex phases [T, RD / 2], adjacent pairs; in place
-    for fp32 without gradients."""
-    rope_dim = 2 * phases.shape[-1]
+    """Rotate the last RD channels of x [T, D] or [T, H, D] by complex phases [T, RD / 2], or their real and imaginary parts
+    [T, RD / 2, 2]; adjacent pairs; in place for fp32 without gradients and complex phases."""
+    rope_dim = 2 * phases.shape[1]
     loops = loops_for(x)
     if loops is not None and phases.dim() == 2:
         back = phases.is_conj()
         turns = torch.view_as_real(phases.conj() if back else phases).numpy()
         loops.rotate((x if x.dim() == 3 else x.unsqueeze(1)).numpy(), turns, np.float32(-1 if back else 1))
         return x
+    if not phases.is_complex():  # (cos, sin) [T, RD / 2, 2]: compilers know no complex numbers
+        turns = phases.unsqueeze(1) if x.dim() == 3 else phases
+        (a, b), (cos, sin) = x[..., -rope_dim:].float().unflatten(-1, (-1, 2)).unbind(-1), turns.unbind(-1)
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+        return torch.cat([x[..., :-rope_dim], turned.to(x.dtype)], dim=-1)
     phases = phases.unsqueeze(1) if x.dim() == 3 else phases
     tail = x[..., x.shape[-1] - rope_dim :]
     pairs = tail.view(*tail.shape[:-1], rope_dim // 2, 2)
@@ -202,6 +207,11 @@ def sinkhorn(z: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     this is two a pass.
     """
     n = z.shape[-1]
+    if torch.compiler.is_compiling():  # a compiler fuses the plain form
+        c = torch.softmax(z, dim=-1) + eps
+        for step in range(2 * iterations - 1):
+            c = c / (c.sum(-1 if step % 2 else -2, keepdim=True) + eps)
+        return c
     rows, columns = _summing_matrices(n, eps, z.device)
     c = torch.nn.functional.pad((torch.softmax(z, dim=-1) + eps).flatten(1), (0, 1), value=1.0)
     sums = scratch = None
@@ -235,6 +245,8 @@ def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
         out = streams.new_empty(streams.shape[0], streams.shape[2])
         loops.collapse(streams.numpy(), pre.numpy(), out.numpy())
         return out
+    if torch.compiler.is_compiling():
+        return (pre.unsqueeze(-1) * streams.float()).sum(1).to(streams.dtype)
     return torch.bmm(pre.unsqueeze(1), streams.float()).squeeze(1).to(streams.dtype)
 
 
@@ -246,4 +258,6 @@ def expand(output: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb
         loops.expand(output.numpy(), streams.numpy(), post.numpy(), comb.numpy(), out.numpy())
         return out
     added = post.unsqueeze(-1) * output.float().unsqueeze(1)
+    if torch.compiler.is_compiling():
+        return (added + (comb.unsqueeze(-1) * streams.float().unsqueeze(2)).sum(1)).to(streams.dtype)
     return torch.baddbmm(added, comb.transpose(1, 2), streams.float()).to(streams.dtype)

@@ -8,8 +8,6 @@ number of rows has no say in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import nn
@@ -40,7 +38,6 @@ class MoE(nn.Module):
     tile = 0
     row_multiple = 1  # pad each expert's rows to a multiple of this; also: > 1 fixes the choice of algorithm
     always_dense = False  # never sort rows by expert: no host synchronisation, every expert gets a gradient
-    observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # sees each pass's gate scores and choice
 
     def __init__(self, config: ModelConfig, experts: int, top_k: int) -> None:
         super().__init__()
@@ -56,6 +53,12 @@ class MoE(nn.Module):
         few = image is None and self._has_loop(x)
         return self.run(x, *(self._route_few(x) if few else self.route(x, image)))
 
+    def routed(self, x: torch.Tensor, image: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`forward` with what the gate did: (output [T, d], scores [T, E] with gradient, chosen experts [T, k])."""
+        scores = self.scores(x)
+        chosen, weights = self.choose(scores, image)
+        return self.run(x, chosen, weights), scores, chosen
+
     def run(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Rows [T, d] through their experts [T, k] with these weights [T, k], and through the shared one."""
         if self._has_loop(x):
@@ -67,7 +70,7 @@ class MoE(nn.Module):
 
     def _has_loop(self, x: torch.Tensor) -> bool:
         """Whether these rows are few enough for the compiled loops, and they can work on them."""
-        plain = x.shape[0] <= LOOP_ROWS and self.row_multiple == 1 and not self.always_dense and self.observe is None
+        plain = x.shape[0] <= LOOP_ROWS and self.row_multiple == 1 and not self.always_dense
         return plain and loops_for(x, self.gate.weight, self.w_in, self.w_out) is not None
 
     def _route_few(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,12 +90,17 @@ class MoE(nn.Module):
         return out
 
     def route(self, x: torch.Tensor, image: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Expert ids [T, k] and fp32 weights [T, k]."""
+        return self.choose(self.scores(x), image)
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        """fp32 [T, E]."""
+        return F.softplus(linear(x.float(), self.gate.weight.float(), self.tile)).sqrt()
+
+    def choose(self, scores: torch.Tensor, image: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Expert ids [T, k] and fp32 weights [T, k]. The bias chooses but does not weigh."""
-        scores = F.softplus(linear(x.float(), self.gate.weight.float(), self.tile)).sqrt()
         bias = self.gate.bias if image is None else torch.where(image[:, None], self.gate.bias_vl, self.gate.bias)
         chosen = torch.topk(scores + bias, self.top_k, dim=-1).indices
-        if self.observe is not None:
-            self.observe(scores, chosen)
         weights = scores.gather(1, chosen)
         return chosen, weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.routed_scale
 

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..vision.encoder import ImageEncoder
-from .attention import Attention, Compressor, candidate_blocks, index_scores, top_positions
-from .block import enter_streams, mean_of_streams
+from .attention import Attention, Compressor, Indexer, candidate_blocks, index_scores, top_positions
+from .block import Block, enter_streams, mean_of_streams
 from .cache import Codec, codecs
 from .config import ModelConfig
 from .draft import DraftBlocks, Drafts, DraftStage, main_kv, noise_block
@@ -77,7 +77,7 @@ class TrainingModel(nn.Module):
         activations inside a block, but compute them again in the backward pass."""
         super().__init__()
         c = self.config = config
-        self.dtype, self.recompute = dtype, recompute
+        self.dtype, self.recompute, self.parts = dtype, recompute, Parts()
         self.codecs = codecs(c, "quantized" if quantize_cache else "fp32")
         self.embed = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(Layer(c, layer) for layer in range(c.num_hidden_layers))
@@ -132,7 +132,6 @@ class TrainingModel(nn.Module):
         c, (batch, length) = self.config, ids.shape
         shared = Dense(self, batch, length, ids.device, documents, decoder_floor, "index" in extras)
         out = Output(*[torch.empty(0)] * 2, index=shared.index, attention=shared.attention)
-        self._watch_routers(out if "router" in extras else None)
         inside = None if images is None else ids == c.image_token_id
         h = self.embed(ids).to(self.dtype)
         if inside is not None:
@@ -147,11 +146,13 @@ class TrainingModel(nn.Module):
                 streams = layer.engram.update(streams, memory.to(self.dtype), image)
             if "taps" in extras and layer.index in c.dspark_target_layer_ids:
                 taps[layer.index] = mean_of_streams(streams)
-            attended = shared.attention_of(layer.attn, layer.attention_input(streams, pre))
+            attended = shared.attention_of(layer, streams, pre)
             if self.recompute and torch.is_grad_enabled():
-                streams, pre = checkpoint(layer, streams, attended, image, use_reentrant=False)
+                streams, pre, *gate = checkpoint(self.parts.block, layer, streams, attended, image, use_reentrant=False)
             else:
-                streams, pre = layer(streams, attended, image)
+                streams, pre, *gate = self.parts.block(layer, streams, attended, image)
+            if "router" in extras:
+                out.router[layer.index] = tuple(gate)
         out.hidden = self.norm(collapse(streams, pre)).view(batch, length, -1)
         out.logits = F.linear(out.hidden.float(), self.head.weight.float())
         if taps:
@@ -159,7 +160,6 @@ class TrainingModel(nn.Module):
             out.taps = torch.cat(ordered, dim=-1).view(batch, length, -1)
         return out
 
-    @torch.compiler.disable  # the number of images would be part of the graph
     def image_rows(self, inside: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
         """What the rows of images are: inside bool [B, T] -> [B, T, d], zero elsewhere. There may be no images."""
         rows = torch.zeros(*inside.shape, self.config.hidden_size, dtype=self.dtype, device=inside.device)
@@ -185,12 +185,65 @@ class TrainingModel(nn.Module):
         bias, embedded = last.markov_head(tokens[:, :-1])
         return Drafts(tokens[:, 1:], base, base + bias, last.confidence_head(raw, normed, embedded))
 
-    def _watch_routers(self, out: Output | None) -> None:
-        def observe(layer: int):
-            return None if out is None else lambda scores, chosen: out.router.__setitem__(layer, (scores, chosen))
 
-        for layer in self.layers:
-            layer.ffn.observe = observe(layer.index)
+class Parts:
+    """The functions of tensors that a pass spends its time in. `compile` makes a graph of each; layers of a kind share it, so
+    that it costs seconds instead of the minutes of a whole model's graph."""
+
+    def __init__(self) -> None:
+        self.compiled = False
+        self.block, self.queries, self.attend, self.index_queries = Block.routed, queries, attend_dense, index_queries
+
+    def compile(self) -> None:
+        """Every shape of rows is compiled when it is first seen."""
+        self.compiled = True
+        for name in ("block", "queries", "attend", "index_queries"):
+            setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
+
+
+def queries(
+    block: Block, streams: torch.Tensor, pre: torch.Tensor, phases: torch.Tensor, codec: Codec
+) -> tuple[torch.Tensor, ...]:
+    """A layer's input u [R, d], query latent [R, q_lora_rank], queries [R, H, D] and window KV [R, D], both fp32."""
+    u = block.attention_input(streams, pre)
+    qr = block.attn.query_latent(u)
+    return u, qr, block.attn.query(qr, phases).float(), straight_through(block.attn.window_kv(u, phases), codec).float()
+
+
+def index_queries(
+    indexer: Indexer, u: torch.Tensor, qr: torch.Tensor, phases: torch.Tensor, codec: Codec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Indexer.queries`, rounded, fp32."""
+    q, weights = indexer.queries(u, qr, phases)
+    return straight_through(q, codec).float(), weights
+
+
+def attend_dense(
+    attn: Attention, q: torch.Tensor, window: torch.Tensor, near_mask: torch.Tensor, phases: torch.Tensor, width: int,
+    dtype: torch.dtype, main: torch.Tensor | None, selected: torch.Tensor | None, visible: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """One softmax over window, selected entries and the sink, projected: [B * T, d].
+
+    q [B, T, H, D], window [B, T, D] in runs of `width`, near_mask bool [B, T, 2 width]; main [B, N, D] with selected bool
+    [B, T, N]. With visible bool [B, T, N] also the softmax mass of every visible entry if nothing were left out, summed over
+    heads: [B, T, N], without gradient."""
+    scale, mass = q.shape[-1] ** -0.5, None
+    near = bands(window, width)  # [B, n, 2 width, D]
+    logits = (near_scores(q, near, width) * scale).masked_fill(~near_mask.unsqueeze(2), -torch.inf)  # [B, T, H, 2 width]
+    parts = [logits, attn.attn_sink.view(1, 1, -1, 1).expand(*q.shape[:3], 1)]
+    if main is not None:
+        scores = (q.flatten(1, 2) @ main.transpose(1, 2)).unflatten(1, q.shape[1:3]) * scale  # [B, T, H, N]
+        if visible is not None:
+            with torch.no_grad():
+                seen = scores.detach().masked_fill(~visible.unsqueeze(2), -torch.inf)
+                mass = torch.softmax(torch.cat([part.detach() for part in (*parts, seen)], dim=-1), dim=-1)
+                mass = mass[..., -main.shape[1] :].sum(2)
+        parts.append(scores.masked_fill(~selected.unsqueeze(2), -torch.inf))
+    weights = torch.softmax(torch.cat(parts, dim=-1), dim=-1)
+    output = near_values(weights[..., : 2 * width], near, width)
+    if main is not None:
+        output = output + (weights[..., 2 * width + 1 :].flatten(1, 2) @ main).view(q.shape)
+    return attn.project(rotate(output.flatten(0, 1).to(dtype), phases)), mass
 
 
 # ------------------------------------------------------------------ attention
@@ -212,10 +265,13 @@ class Dense:
         self.config, self.codecs, self.collect = model.config, model.codecs, collect
         self.batch, self.length, self.device = batch, length, device
         self.documents, self.decoder_floor = documents, decoder_floor
-        self.phases = {
-            kind: table(torch.arange(length), length).to(device) for kind, table in model.ropes.items()
-        }  # [T, RD / 2]
-        self.row_phases = {kind: phases.repeat(batch, 1) for kind, phases in self.phases.items()}
+        self.parts = model.parts
+        tables = {kind: table(torch.arange(length), length) for kind, table in model.ropes.items()}
+        if self.parts.compiled:
+            tables = {kind: torch.view_as_real(phases) for kind, phases in tables.items()}
+        self.phases = {kind: phases.to(device) for kind, phases in tables.items()}  # [T, RD / 2], compiled [T, RD / 2, 2]
+        self.row_phases = {kind: torch.cat([phases] * batch) for kind, phases in self.phases.items()}
+        self.back_phases = {kind: backwards(phases) for kind, phases in self.row_phases.items()}
         self.main: dict[int, torch.Tensor] = {}  # KV source -> [B, N, D]
         self.keys: dict[int, torch.Tensor] = {}  # KV source -> [B, N, DI]
         self.selection: dict[int, torch.Tensor] = {}  # index source -> bool [B, T, N]
@@ -225,46 +281,27 @@ class Dense:
         self._windows: dict[bool, torch.Tensor] = {}
         self._visible: dict[int, torch.Tensor] = {}
 
-    def attention_of(self, attn: Attention, u: torch.Tensor) -> torch.Tensor:
-        """A layer's attention on its normed input u [B * T, d] -> [B * T, d]."""
-        phases = self.row_phases[attn.ratio > 0]
-        qr = attn.query_latent(u)
-        q = attn.query(qr, phases)
-        window = straight_through(attn.window_kv(u, phases), self.codecs.window)
+    def attention_of(self, layer: Layer, streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+        """A layer's attention on its streams [B * T, hc, d] -> [B * T, d]."""
+        attn, phases = layer.attn, self.row_phases[layer.attn.ratio > 0]
+        u, qr, q, window = self.parts.queries(layer, streams, pre, phases, self.codecs.window)
         if attn.owns_kv:
             self._compress(attn, u)
         if attn.selects:
             self._select(attn, u, qr)
-        attended = self._attend(attn, self._sequences(q).float(), self._sequences(window).float())
-        return attn.project(rotate(attended.flatten(0, 1).to(u.dtype), phases.conj()))
-
-    def _attend(self, attn: Attention, q: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
-        """q [B, T, H, D], window [B, T, D] -> [B, T, H, D]: one softmax over window, selected entries and the sink."""
-        heads, scale = q.shape[2], self.config.head_dim**-0.5
-        near = bands(window, self.config.sliding_window)  # [B, n, 2 W, D]
-        logits = near_scores(q, near, self.config.sliding_window) * scale  # [B, T, H, 2 W]
-        logits = logits.masked_fill(~self._window_mask(attn.layer).unsqueeze(2), -torch.inf)
-        sink = attn.attn_sink.view(1, 1, heads, 1).expand(*q.shape[:3], 1)
-        width, parts = logits.shape[-1], [logits, sink]
+        main = selected = visible = None
         if attn.ratio:
             main = self.main[self.config.kv_owner(attn.layer)]
-            scores = (q.flatten(1, 2) @ main.transpose(1, 2)).unflatten(1, q.shape[1:3]) * scale  # [B, T, H, N]
-            if self.collect:
-                with torch.no_grad():
-                    self.attention[attn.layer] = self._entry_mass(logits, scores, sink, attn.ratio)
             selected = self.selection[self.config.index_owner(attn.layer)]
-            parts.append(scores.masked_fill(~selected.unsqueeze(2), -torch.inf))
-        weights = torch.softmax(torch.cat(parts, dim=-1), dim=-1)
-        output = near_values(weights[..., :width], near, self.config.sliding_window)
-        if attn.ratio:
-            output = output + (weights[..., width + 1 :].flatten(1, 2) @ main).view(q.shape)
-        return output
-
-    def _entry_mass(self, near: torch.Tensor, scores: torch.Tensor, sink: torch.Tensor, ratio: int) -> torch.Tensor:
-        """Softmax mass of every visible entry, summed over heads: [B, T, N]."""
-        seen = scores.masked_fill(~self.visible(ratio).unsqueeze(2), -torch.inf)
-        weights = torch.softmax(torch.cat([near, sink, seen], dim=-1), dim=-1)
-        return weights[..., near.shape[-1] + 1 :].sum(2)
+            visible = self.visible(attn.ratio) if self.collect else None
+        attended, mass = self.parts.attend(
+            attn, self._sequences(q), self._sequences(window), self._window_mask(attn.layer),
+            self.back_phases[attn.ratio > 0], self.config.sliding_window,
+            u.dtype, main, selected, visible,
+        )  # fmt: skip
+        if mass is not None:
+            self.attention[attn.layer] = mass
+        return attended
 
     def _compress(self, attn: Attention, u: torch.Tensor) -> None:
         """Entries of a Full layer and their index keys. The keys' weights learn from the indexer's loss only."""
@@ -274,7 +311,8 @@ class Dense:
         else:
             pairs = self._sequences(attn.compressor.project(u))[:, : count * ratio].unflatten(1, (count, ratio))
             latent = attn.compressor.norm(Compressor.pool(pairs.flatten(0, 1)).to(u.dtype))
-        phases = self.phases[True][: count * ratio : ratio].repeat(self.batch, 1)  # at the entry's first token
+        phases = self.phases[True][: count * ratio : ratio]  # at the entry's first token
+        phases = torch.cat([phases] * self.batch)
         key = rotate(attn.indexer.k_norm(attn.indexer.wk(latent.detach())), phases)
         self.keys[attn.layer] = straight_through(key, self.codecs.index).unflatten(0, (self.batch, count)).float()
         main = straight_through(rotate(latent, phases), self.codecs.main)
@@ -289,13 +327,14 @@ class Dense:
             self.selection[layer] = visible  # no choice to make, and candidate blocks can hold all of it
             return
         with torch.set_grad_enabled(self.collect and torch.is_grad_enabled()):
-            q, weights = attn.indexer.queries(u.detach(), qr.detach(), self.row_phases[True])
-            q = self._sequences(straight_through(q, self.codecs.index)).float()
-            scores = self._scores(q, self.keys[c.kv_owner(layer)], self._sequences(weights))
+            q, weights = self.parts.index_queries(
+                attn.indexer, u.detach(), qr.detach(), self.row_phases[True], self.codecs.index
+            )
+            scores = self._scores(self._sequences(q), self.keys[c.kv_owner(layer)], self._sequences(weights))
             scores = scores.masked_fill(~visible, -torch.inf)
         if self.collect:
             self.index[layer] = scores
-        with torch.no_grad():  # not as a decorator: torch.compile stops at decorated methods
+        with torch.no_grad():
             self.selection[layer] = self._best(layer, attn.ratio, scores.detach().flatten(0, 1)).view(visible.shape)
 
     def _best(self, layer: int, ratio: int, scores: torch.Tensor) -> torch.Tensor:
@@ -353,6 +392,11 @@ class Dense:
 
     def _sequences(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.unflatten(0, (self.batch, self.length))
+
+
+def backwards(phases: torch.Tensor) -> torch.Tensor:
+    """Phases, complex or real and imaginary parts, that turn the other way."""
+    return phases.conj() if phases.is_complex() else phases * phases.new_tensor([1.0, -1.0])
 
 
 def bands(keys: torch.Tensor, window: int) -> torch.Tensor:
@@ -428,9 +472,7 @@ class DenseHash(nn.Module):
                 table = torch.from_numpy(getattr(hashes, kind)[layer])
                 self.register_buffer(f"{kind}_{layer}", table, persistent=False)
 
-    def contexts(
-        self, ids: torch.Tensor, documents: torch.Tensor | None, inside: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def contexts(self, ids: torch.Tensor, documents: torch.Tensor | None, inside: torch.Tensor | None = None) -> torch.Tensor:
         """ids [B, T] -> compressed ids of each row and the rows before it in its document, [B, T, n], newest first.
         inside bool [B, T]: rows of images, which nothing hashes over."""
         codes, length = self.compressed[ids], ids.shape[1]

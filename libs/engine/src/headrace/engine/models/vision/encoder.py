@@ -7,6 +7,7 @@ Knows patches, spans and batches of images of different sizes. Does not know fil
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -60,18 +61,22 @@ class ImageEncoder(nn.Module):
         grids = [self.grid(image.shape[1], image.shape[0]) for image in images]
         order = sorted(range(len(images)), key=lambda i: (grids[i].rows, grids[i].columns))
         placed = [grids[i] for i in order]
-        patches = torch.cat([self._patches(images[i], grids[i]) for i in order])
+        pixels = iter(order)
+        patches = torch.cat(
+            [self._patches([images[next(pixels)] for _ in same], grid) for grid, same in groupby(placed)]
+        )  # equal sizes in one go
         cells = self.aligner(self.vision(patches, placed, ROW_MULTIPLE), placed, ROW_MULTIPLE)
         spans: list[torch.Tensor] = [torch.empty(0)] * len(images)
         for i, part in zip(order, cells, strict=True):
             spans[i] = self._span(part, grids[i])
         return spans
 
-    def _patches(self, image: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """[height, width, 3] -> [patches, 3 P P] in -1..1, patches row-major, values channel-major."""
+    def _patches(self, images: Sequence[torch.Tensor], grid: Grid) -> torch.Tensor:
+        """[height, width, 3] each -> [patches, 3 P P] in -1..1, patches row-major, values channel-major."""
         size = self.config.patch_size
-        values = image.to(self.device).view(grid.rows, size, grid.columns, size, 3).permute(0, 2, 4, 1, 3)
-        return ((values.float() / 255 - 0.5) / 0.5).reshape(grid.patches, -1).to(self.dtype)
+        pixels = torch.stack([image.to(self.device) for image in images])
+        values = pixels.view(-1, grid.rows, size, grid.columns, size, 3).permute(0, 1, 3, 5, 2, 4)
+        return ((values.float() / 255 - 0.5) / 0.5).reshape(len(images) * grid.patches, -1).to(self.dtype)
 
     def _span(self, cells: torch.Tensor, grid: Grid) -> torch.Tensor:
         rows = -(-grid.rows // self.config.downsample_ratio)

@@ -135,10 +135,10 @@ class Tower(nn.Module):
         dim = self.config.hidden_size // self.config.num_attention_heads // 2
         inverse = 1.0 / self.config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
         angles = []
-        for grid in grids:
-            row = torch.arange(grid.rows, device=device).repeat_interleave(grid.columns)
+        for grid, same in groupby(grids):
+            row = torch.arange(grid.rows, device=device)[:, None].expand(-1, grid.columns).flatten()
             column = torch.arange(grid.columns, device=device).repeat(grid.rows)
-            angles.append(torch.cat([row[:, None] * inverse, column[:, None] * inverse], dim=-1))
+            angles.append(torch.cat([row[:, None] * inverse, column[:, None] * inverse], dim=-1).repeat(len(list(same)), 1))
         angle = torch.cat(angles).unsqueeze(1)
         return angle.cos(), angle.sin()
 
@@ -154,18 +154,20 @@ class Aligner(nn.Module):
 
     def forward(self, x: torch.Tensor, grids: Sequence[Grid], row_multiple: int = 1) -> list[torch.Tensor]:
         """x [N, d] of all grids in order -> per image [cells, width], row-major. Cells that jut out have zeros there."""
-        cells = [self._cells(part, grid) for part, grid in zip(x.split([g.patches for g in grids]), grids, strict=True)]
-        joined = torch.cat(cells)
+        groups = [(grid, len(list(same))) for grid, same in groupby(grids)]
+        parts = x.split([grid.patches * count for grid, count in groups])
+        cells = [self._cells(part, grid) for part, (grid, _) in zip(parts, groups, strict=True)]
+        joined = torch.cat([part.flatten(0, 1) for part in cells])
         padded = F.pad(joined, (0, 0, 0, -joined.shape[0] % row_multiple))
         out = self.w2(F.gelu(self.w1(padded)))[: joined.shape[0]]
-        return list(out.split([part.shape[0] for part in cells]))
+        return list(out.split([part.shape[1] for part in cells for _ in part]))
 
     def _cells(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """[patches, d] -> [cells, d R R], channel-major."""
+        """Images of one grid [images * patches, d] -> [images, cells, d R R], channel-major."""
         r = self.ratio
-        image = x.view(grid.rows, grid.columns, -1).permute(2, 0, 1)
-        image = F.pad(image, (0, -grid.columns % r, 0, -grid.rows % r))
-        return F.unfold(image.unsqueeze(0), r, stride=r)[0].T
+        images = x.view(-1, grid.rows, grid.columns, x.shape[-1]).permute(0, 3, 1, 2)
+        images = F.pad(images, (0, -grid.columns % r, 0, -grid.rows % r))
+        return F.unfold(images, r, stride=r).transpose(1, 2)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
