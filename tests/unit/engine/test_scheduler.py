@@ -253,8 +253,8 @@ def test_blocks_get_their_identity_only_when_their_last_token_is_committed():
     core = engine(chunk_tokens=(3, 7))
     core.submit(request("r", PREFIX[:29], max_tokens=12, temperature=1.0))
     while core.has_work():
-        plan = core.plan()
         before = core.ledger.running[0].computed if core.ledger.running else 0
+        plan = core.plan()
         assert len(core.pool.resident()) == before // BLOCK
         tokens = []
         for event in core.apply(plan, core.execute(plan)):

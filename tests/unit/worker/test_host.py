@@ -10,6 +10,9 @@ from array import array
 import pytest
 
 from headrace.engine import api
+from headrace.engine.core import EngineCore
+from headrace.engine.llm import collect
+from headrace.engine.toy import ToyModel
 from headrace.kv.hashing import BlockHasher
 from headrace.worker.host import EngineHost
 from headrace.worker.sim import SimConfig, SimEngine
@@ -151,6 +154,62 @@ async def test_a_wake_from_an_event_does_not_plan_twice(hosted):
     await recorder.ended("a", "b")
     assert recorder.tokens("a") == recorder.tokens("b") == 20
     assert not any(isinstance(e, api.Failed) for e in recorder.events)
+
+
+class SlowToy(ToyModel):
+    """Steps long enough that the next one can be planned meanwhile. Token 13 breaks them."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("exact", block_tokens=8)
+        self.seconds = seconds
+
+    def forward(self, segments, kv, states):
+        time.sleep(self.seconds)
+        if any(13 in segment.ids[:2] and segment.start == 0 for segment in segments):
+            raise ArithmeticError("a bad row")
+        return super().forward(segments, kv, states)
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.006], ids=["at once", "by a timer"])
+async def test_a_step_is_planned_while_another_runs_and_says_what_it_would_say_after_it(hosted, seconds):
+    engine = EngineCore(SlowToy(seconds), api.EngineConfig(num_blocks=64, max_num_seqs=4))
+    ahead, planned = [], engine.plan
+
+    def plan():
+        out = planned()
+        ahead.append(out is not None and out.after is not None)
+        return out
+
+    engine.plan = plan
+    recorder = hosted(engine)
+    sampling = [dict(max_tokens=20 + i, seed=i, stop_token_ids=range(2, 90, 17)) for i in range(4)]
+    for i, params in enumerate(sampling):
+        recorder.submit(f"r{i}", 9 + i, **params)
+    await recorder.reached("r0", 2)
+    recorder.submit("broken", 3)
+    assert engine.cancel("broken")
+    await recorder.ended(*(f"r{i}" for i in range(4)), timeout=20.0)
+    assert sum(ahead) >= 4, "most steps are planned ahead"
+    todo = [api.EngineRequest(f"r{i}", range(9 + i), [], api.SamplingParams(**p)) for i, p in enumerate(sampling)]
+    for answer in collect(EngineCore(SlowToy(0.0)), todo):
+        said = [e for e in recorder.events if isinstance(e, api.Tokens) and e.request == answer.request]
+        assert [i for e in said for i in e.ids] == answer.choices[0].ids and said[-1].finish == answer.choices[0].finish
+    await recorder.host.stop()
+    await asyncio.sleep(0)  # what was under way is applied
+    engine.pool.check(engine.owners())
+    assert engine.pool.used == 0
+
+
+async def test_what_was_planned_behind_a_failing_step_goes_on_without_its_requests(hosted):
+    engine = EngineCore(SlowToy(0.003), api.EngineConfig(num_blocks=64, max_num_seqs=4))
+    recorder = hosted(engine)
+    engine.submit(api.EngineRequest("bad", [13] * 9, [], api.SamplingParams(max_tokens=5)))
+    recorder.host.wake()
+    await asyncio.sleep(0)  # planned, and the step behind it
+    recorder.submit("good", max_tokens=5)
+    await recorder.ended("bad", "good")
+    assert [e.request for e in recorder.events if isinstance(e, api.Failed)] == ["bad"]
+    assert recorder.tokens("good") == 5 and engine.pool.used == 0
 
 
 async def test_a_failing_step_ends_its_requests_and_nothing_else(hosted):

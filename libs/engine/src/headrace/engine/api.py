@@ -47,6 +47,7 @@ class EngineConfig:
     draft_budget: int | None = None  # drafts that a step verifies at most; None: as many as pay by the measured step times
     draft_calibration: str = ""  # file of the confidence head's temperatures: {"temperatures": [one a draft position]}
     confidence_normed: bool | None = None  # the confidence head reads the normed hidden vector; None: as config.json says
+    async_scheduling: bool = True  # a step may be planned while the one before it runs
     rollback_gate: float = 0.3  # a sequence with a larger share of rejected drafts in 3 steps running pauses; 1: never
 
     def check(self, keep_rows: int = 0) -> None:
@@ -365,8 +366,11 @@ class Engine(Protocol):
     def has_work(self) -> bool:
         """Something is unfinished. It may still have to wait for memory that a peer holds: then `plan` returns None."""
 
+    depth: int  # plans that may be unfinished at a time: 2 where a step can be planned while another runs, else 1
+
     def plan(self) -> Any | None:
-        """The next step, or None when nothing can run now. Exactly one of `apply` and `fail` must follow a plan."""
+        """The next step, or None when nothing can be planned now. Exactly one of `apply` and `fail` must follow each plan, in
+        the order of the plans; they are executed in that order too, in one thread."""
 
     def execute(self, plan: Any) -> Any: ...
 

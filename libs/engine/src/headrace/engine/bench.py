@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import accuracy, api, bench_grammar, bench_speculation
+from . import accuracy, api, bench_grammar, bench_overlap, bench_speculation
 from .agreeing import agreeing_checkpoint
 from .core import EngineCore
 from .loader import load_model
@@ -45,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         path = args.model or make(preset=args.preset, seed=args.seed, out=Path(scratch) / args.preset)
         if args.accuracy:
             report, show = accuracy.measure(path, seed=args.seed, batch_invariant=args.batch_invariant), accuracy.table
+        elif args.overlap:
+            report, show = bench_overlap.measure(path, args), bench_overlap.table
         elif args.speculation:
             report, show = bench_speculation.measure(path, args), bench_speculation.table
         else:
@@ -60,6 +62,7 @@ def _arguments() -> argparse.ArgumentParser:
     source.add_argument("--model", help="a checkpoint directory instead")
     parser.add_argument("--accuracy", action="store_true", help="instead of speed, measure what class `bounded` changes")
     parser.add_argument("--speculation", action="store_true", help="instead, tokens/s with drafts and without (DSpark)")
+    parser.add_argument("--overlap", action="store_true", help="instead, the host's work that the model waits for")
     parser.add_argument("--grammar", action="store_true", help="instead, the cost of structured output, without a model")
     parser.add_argument(
         "--profile", type=_shares, default=[], metavar="P,P...",

@@ -10,6 +10,7 @@ Roles differ in one thing: PREFILL stops at the prompt's last hidden vector and 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from headrace.kv.pool import BlockPool
 
 from . import api
+from .ahead import join
 from .batch import Model
 from .grammar import Grammars
 from .images import check_embeddings, check_image_ids
@@ -75,7 +77,8 @@ class EngineCore:
             extra=_sees(model) | {"numerics": spec.numerics, "keep_rows": spec.keep_rows, "replay_rows": spec.replay_rows},
         )
         self._reserved: dict[int, tuple[api.Reservation, list[int]]] = {}  # by slot: (reservation, resident blocks)
-        self._planned: Plan | None = None  # one at a time
+        self._plans: deque[Plan] = deque()  # made, and neither applied nor failed: at most `depth`
+        self._eos = frozenset(model.eos_token_ids)
         self._meter = _Meter()
 
     def use(self, speculator: Speculator | None) -> None:
@@ -170,27 +173,39 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.ledger.has_work()
 
+    @property
+    def depth(self) -> int:
+        return 2 if self.config.async_scheduling else 1
+
     def plan(self) -> Plan | None:
-        assert self._planned is None, "the last plan was neither applied nor failed"
+        assert len(self._plans) < self.depth, f"{self.depth} plans are neither applied nor failed"
         began = time.perf_counter()
-        plan = self._planned = self.scheduler.schedule(self._clock())
+        plan = self.scheduler.schedule(self._clock(), self._plans[-1] if self._plans else None)
+        if plan is not None:
+            self._plans.append(plan)
+            plan.seconds = self._meter.expected(plan)
         self._meter.add("schedule", time.perf_counter() - began)
         return plan
 
     def execute(self, plan: Plan) -> Result:
         began = time.perf_counter()
-        result = self.runner.execute(plan)
+        gone = join(plan, self._eos)
+        joined = time.perf_counter()
+        result = plan.result = self.runner.execute(plan, gone)
+        result.seconds["join"] = joined - began
         result.seconds["execute"] = time.perf_counter() - began
         return result
 
     def apply(self, plan: Plan, result: Result) -> list[api.Event]:
-        self._planned, began = None, time.perf_counter()
+        self._leave(plan)
+        began = time.perf_counter()
         events = self.postprocessor.commit(plan, result)
         self._meter.step(plan, result, time.perf_counter() - began)
         return events
 
     def fail(self, plan: Plan | None, error: BaseException) -> list[api.Event]:
-        self._planned = None
+        if plan in self._plans:  # not where `apply` broke
+            self._leave(plan)
         return self.postprocessor.abort(plan, "internal", f"the engine's step failed: {error!r}")
 
     def step(self) -> list[api.Event] | None:
@@ -206,6 +221,10 @@ class EngineCore:
                 raise
             return events
         return self.apply(plan, result)
+
+    def _leave(self, plan: Plan) -> None:
+        assert self._plans and self._plans[0] is plan, "plans are applied, or failed, in the order in which they were made"
+        self._plans.popleft()
 
     # ------------------------------------------------------------ what is known
 
@@ -283,6 +302,10 @@ def _sees(model: Model) -> dict[str, object]:
     return {"image_token_id": model.image_token_id, "image_dtype": "bfloat16" if narrow else "float32"}
 
 
+def _computes_prompts(plan: Plan) -> bool:
+    return plan.rows_planned - plan.draft_rows > len(plan.rows)
+
+
 class _Meter:
     """Where time goes: sums for benchmarks, decayed averages (last ~20 steps) for routing."""
 
@@ -295,13 +318,19 @@ class _Meter:
     def add(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
+    def expected(self, plan: Plan) -> float:
+        """Seconds, by the steps before; 0 when there were none like it."""
+        if not _computes_prompts(plan):
+            return self.step_seconds
+        return plan.rows_planned * self._rows_seconds / self._rows if self._rows else 0.0
+
     def step(self, plan: Plan, result: Result, post: float) -> None:
         self.steps += 1
         self.add("post", post)
         for name, seconds in result.seconds.items():
             self.add(name, seconds)
         took = result.seconds["execute"]
-        if plan.rows_planned - plan.draft_rows > len(plan.rows):  # some row is a prompt's
+        if _computes_prompts(plan):
             self._rows = 0.95 * self._rows + plan.rows_planned
             self._rows_seconds = 0.95 * self._rows_seconds + took
         elif plan.rows:

@@ -98,7 +98,7 @@ class Ledger:
         sequence.status = Status.RUNNING
         self._register(sequence)
         insort(self.running, sequence, key=_order)
-        self.announce(sequence)
+        self.announce(sequence, sequence.computed)
 
     def start(self, sequence: Sequence) -> None:
         """The first in the queue, whose blocks are taken, gets a slot."""
@@ -174,12 +174,12 @@ class Ledger:
             self._hashers[namespace] = BlockHasher(self.spec.layout_id, namespace, self.spec.block_tokens)
         return self._hashers[namespace]
 
-    def announce(self, sequence: Sequence) -> None:
-        """Blocks whose last token is committed get their identity; those that were filled here are reported."""
+    def announce(self, sequence: Sequence, stop: int) -> None:
+        """Blocks below row `stop`, whose ids are known and computed, get their identity; those filled here are reported."""
         if not self.config.prefix_caching:
             return
         block, filled = self.spec.block_tokens, []
-        for index in range(sequence.announced, sequence.computed // block):
+        for index in range(sequence.announced, stop // block):
             parent = sequence.hashes[index - 1] if index else ROOT
             if index == len(sequence.hashes):
                 ids = sequence.ids[index * block : (index + 1) * block]
@@ -250,7 +250,7 @@ class Ledger:
     def _drop(self, name: str) -> None:
         """All choices of a request leave: at once, or as soon as the running step has let go of their memory."""
         for sequence in list(self.live[name]):
-            if sequence.in_step:
+            if sequence.in_steps:
                 sequence.dropped = True
                 self._unregister(sequence)
             else:

@@ -25,27 +25,34 @@ class Postprocessor:
         self._leave_step(plan)
         if self.speculator is not None:
             self.speculator.settle(plan, result, self.ledger.running)
+        for sample in plan.samples:
+            sample.sequence.pending -= sample.sequence not in result.gone
+
+        def here(sequence: Sequence) -> bool:
+            """It wasn't cancelled, and what this step did is of it as it is now."""
+            return sequence.status is Status.RUNNING and not sequence.dropped and sequence not in result.gone
+
         for restore in plan.restore:
-            if restore.sequence in result.failed and restore.sequence.status is Status.RUNNING:
+            if restore.sequence in result.failed and here(restore.sequence):
                 self._reject(restore, result.failed[restore.sequence])
         for sequence in plan.preempt:
-            if sequence.status is Status.RUNNING:
+            if here(sequence):
                 sequence.image, sequence.state = result.images[sequence], None
                 self.ledger.requeue(sequence)
         for index, row in enumerate(plan.rows):
-            if row.sequence.status is Status.RUNNING and result.scores.get(index):
+            if here(row.sequence) and result.scores.get(index):
                 scores = result.scores[index]
                 self.ledger.events.append(api.PromptScores(row.sequence.name, row.segment.start + 1, scores))
-            if row.sequence.status is Status.RUNNING and not row.drafts:
+            if here(row.sequence) and not row.drafts:
                 self._advance(row, row.segment.stop, result.packed.get(index), result.hidden.get(index))
         for sequence in plan.fork:
-            if sequence.status is Status.RUNNING:
+            if here(sequence):
                 self._fork(sequence, result.images[sequence])
         for sequence, why in result.astray.items():
-            if sequence.status is Status.RUNNING:
+            if here(sequence):
                 self.ledger.fail(sequence.name, "grammar", why)
         for sample, chosen in zip(plan.samples, result.tokens, strict=True):
-            if sample.sequence.status is Status.RUNNING and chosen:
+            if here(sample.sequence) and chosen:
                 self._append(sample, plan, result, chosen)
         return self.ledger.take_events()
 
@@ -53,16 +60,17 @@ class Postprocessor:
         """The step broke: its requests (all, without a plan) end with an error."""
         names = list(self.ledger.live)
         if plan is not None:
+            names = [s.name for s in plan.sequences() if not s.dropped]
             self._leave_step(plan)
-            names = [s.name for s in plan.sequences()]
         for name in names:
             self.ledger.fail(name, code, message)
         return self.ledger.take_events()
 
     def _leave_step(self, plan: Plan) -> None:
-        for sequence in plan.sequences():
-            sequence.in_step = False
-            if sequence.dropped and sequence.status is not Status.ENDED:
+        leaving, plan.members = plan.members, []  # once, also where `abort` follows a `commit` that broke
+        for sequence in leaving:
+            sequence.in_steps -= 1
+            if sequence.dropped and not sequence.in_steps and sequence.status is not Status.ENDED:
                 self.ledger.end(sequence)
 
     def _reject(self, restore: Restore, message: str) -> None:
@@ -77,14 +85,15 @@ class Postprocessor:
     def _advance(self, row: Row, stop: int, packed: bytes | None, hidden: bytes | None) -> None:
         """Rows below `stop` are computed, and hold the sequence's ids: of drafts, those that were accepted."""
         sequence = row.sequence
-        of_prompt = sequence.prefilling
-        sequence.computed, sequence.hidden = stop, hidden or b""
-        self.ledger.announce(sequence)
+        of_prompt = row.segment.start < sequence.prompt_len
+        if row.drafts:
+            sequence.computed = stop
+        sequence.hidden = hidden or b""
+        self.ledger.announce(sequence, stop)
         if row.snapshot and stop == row.segment.stop:
             sequence.snapshot = (stop, encode(stop, min(sequence.decoder_floor, stop), packed))
         if not of_prompt:
             return
-        sequence.chunks += 1
         self._publish_snapshot(sequence)
         if sequence.prefill_only:
             position = max(stop, sequence.write_floor)
@@ -119,7 +128,8 @@ class Postprocessor:
         """The other choices begin as images of the first, with the hidden vector that their first token is sampled from."""
         for choice in range(1, first.request.sampling.n):
             sibling = replace(
-                first, choice=choice, image=image, state=None, status=Status.WAITING, slot=-1, block_table=[],
+                first, choice=choice, image=image, state=None, status=Status.WAITING, slot=-1, block_table=[], pending=0,
+                computed=first.prompt_len, in_steps=0,
                 ids=first.ids[: first.prompt_len], hashes=first.hashes[: first.announced], draft=Draft(),
                 matcher=first.matcher and first.matcher.fresh(),
             )  # fmt: skip
@@ -129,7 +139,7 @@ class Postprocessor:
         """Tokens are chosen: they join the sequence up to the first that ends it."""
         sequence, index = sample.sequence, sample.sequence.output_len
         sequence.hidden, sequence.state = b"", None
-        kept, finish, stop_id = self._judge(sequence, chosen)
+        kept, finish, stop_id = verdict(sequence, sample.position, chosen, self.eos)
         sequence.ids += [one.token for one in kept]
         self.ledger.counters["generated_tokens"] += len(kept)
         if sample.drafts:
@@ -144,16 +154,18 @@ class Postprocessor:
             self._publish_snapshot(sequence)
             self.ledger.end(sequence)
 
-    def _judge(self, sequence: Sequence, chosen: list[Chosen]) -> tuple[list[Chosen], str, int]:
-        """(tokens up to the one that ends the output, how it ended or "", the id that stopped it or -1)."""
-        params, length = sequence.request.sampling, len(sequence.ids)
-        for count, one in enumerate(chosen, 1):
-            may_stop = sequence.output_len + count > params.min_tokens  # a grammar may leave nothing but what would stop
-            at_eos = one.token in self.eos and (one.ended or (may_stop and not params.ignore_eos))
-            if at_eos or (may_stop and one.token in params.stop_token_ids):
-                return chosen[:count], "stop", one.token
-            if one.ended:
-                return chosen[:count], "stop", -1
-            if length + count >= sequence.max_len:
-                return chosen[:count], "length", -1
-        return chosen, "", -1
+
+def verdict(sequence: Sequence, position: int, chosen: list[Chosen], eos: frozenset[int]) -> tuple[list[Chosen], str, int]:
+    """Of tokens for the positions from `position` on: (those up to the one that ends the output, how it ended or "", the id
+    that stopped it or -1). Reads nothing of a sequence that changes, so any thread may ask."""
+    params = sequence.request.sampling
+    for count, one in enumerate(chosen, 1):
+        may_stop = position - sequence.output_start + count > params.min_tokens  # a grammar may leave only what would stop
+        at_eos = one.token in eos and (one.ended or (may_stop and not params.ignore_eos))
+        if at_eos or (may_stop and one.token in params.stop_token_ids):
+            return chosen[:count], "stop", one.token
+        if one.ended:
+            return chosen[:count], "stop", -1
+        if position + count >= sequence.max_len:
+            return chosen[:count], "length", -1
+    return chosen, "", -1

@@ -40,15 +40,18 @@ class Runner:
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # its thread begins with the first grammar
 
     @torch.inference_mode()
-    def execute(self, plan: Plan) -> Result:
-        result, clock = Result(), _Laps(self.clock)
+    def execute(self, plan: Plan, gone: set[Sequence] = frozenset()) -> Result:
+        """`gone`: whose part of the plan is not run."""
+        result, clock = Result(gone=gone), _Laps(self.clock)
         for sequence in plan.preempt:
-            result.images[sequence] = self._save(sequence)
+            if sequence not in gone:
+                result.images[sequence] = self._save(sequence)
         self._restore(plan, result)
         clock.lap(result, "restore")
-        ruled = [s for s in plan.samples if s.sequence.matcher is not None and s.sequence not in result.failed]
+        lost = result.failed.keys() | gone
+        ruled = [s for s in plan.samples if s.sequence.matcher is not None and s.sequence not in lost]
         masks = self._beside.submit(_rules, ruled) if ruled else None  # they need the ids alone: the forward pass hides them
-        rows = [(i, row) for i, row in enumerate(plan.rows) if row.sequence not in result.failed]
+        rows = [(i, row) for i, row in enumerate(plan.rows) if row.sequence not in lost]
         hidden, place = None, {}
         if rows:
             segments = [row.segment for _, row in rows]
@@ -56,7 +59,7 @@ class Runner:
             at = 0
             for i, row in rows:
                 place[i] = at + len(row.segment.outputs) - 1 - row.drafts  # of the output that a token is sampled from
-                if row.sequence.prefilling and row.sequence.scored:
+                if row.segment.start < row.sequence.prompt_len and row.sequence.scored:
                     result.scores[i] = self._score(row, hidden[at : at + len(row.segment.outputs)])
                 at += len(row.segment.outputs)
         clock.lap(result, "forward")
@@ -70,7 +73,7 @@ class Runner:
             if row.hidden:
                 result.hidden[i] = _to_bytes(hidden[place[i]])
         for sequence in plan.fork:
-            if sequence not in result.failed:
+            if sequence not in lost:
                 result.images[sequence] = self._save(sequence, sequence.prompt_len)
         clock.lap(result, "pack")
         self._propose(plan, result)
@@ -122,7 +125,7 @@ class Runner:
     ) -> None:
         """One batch for all: rows of this step and vectors handed over from another node go through the same logits call."""
         result.tokens = [[] for _ in plan.samples]
-        lost = result.failed.keys() | result.astray.keys()
+        lost = result.failed.keys() | result.astray.keys() | result.gone
         wanted = [i for i, s in enumerate(plan.samples) if s.sequence not in lost]
         if not wanted:
             return
@@ -246,7 +249,7 @@ def _rules(samples: list[Sample]) -> tuple[Rules, dict[Sequence, str]]:
     for s in samples:
         sequence = s.sequence
         try:
-            sequence.matcher.sync(sequence.ids[sequence.output_start :])
+            sequence.matcher.sync([*sequence.ids[sequence.output_start : s.position - len(s.late)], *s.late])
             rules[sequence] = sequence.matcher.block(s.drafts)
         except GrammarError as error:
             astray[sequence] = str(error)
@@ -256,7 +259,7 @@ def _rules(samples: list[Sample]) -> tuple[Rules, dict[Sequence, str]]:
 def _draw(s: Sample) -> Draw:
     sequence = s.sequence
     choice = sequence.request.first_choice + sequence.choice
-    return Draw(sequence.request.sampling, choice, s.position, sequence.ids, sequence.output_start)
+    return Draw(sequence.request.sampling, choice, s.position, sequence.ids, sequence.output_start, s.late)
 
 
 def _to_bytes(vector: torch.Tensor) -> bytes:

@@ -37,9 +37,9 @@ class Draw:
     params: SamplingParams
     choice: int
     position: int  # absolute, of the token that is chosen
-    ids: Sequence[int]  # all tokens before it, prompt first
+    ids: Sequence[int]  # all tokens before it, prompt first; what is in it from position - len(more) on is not looked at
     prompt_len: int  # of the client's prompt: all after it counts as output, whoever sampled it
-    more: Sequence[int] = ()  # ... and behind `ids`: drafts that are taken as given
+    more: Sequence[int] = ()  # ... and behind `ids`: what is taken as given
     purpose: rng.Purpose = rng.Purpose.SAMPLE
     allowed: np.ndarray | None = None  # bits of the tokens that a grammar allows (`grammar.py`)
     held: Sequence[int] = ()  # tokens that must not come yet
@@ -164,7 +164,7 @@ def _penalise(logits: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Ten
     """(ids seen so far, their new logits). Repetition counts prompt and output (Keskar et al. 2019: divide positive logits,
     multiply negative ones), presence and frequency only the output."""
     params = draw.params
-    ids = np.asarray([*draw.ids, *draw.more] if draw.more else draw.ids, dtype=np.int64)
+    ids = np.asarray([*draw.ids[: draw.position - len(draw.more)], *draw.more], dtype=np.int64)
     seen, counts = np.unique(ids, return_counts=True)
     inside = seen < logits.shape[0]
     seen, counts = seen[inside], counts[inside]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from .batch import Segment
 from .images import missing_embeddings, rows_of, without_images
 from .ledger import Ledger
-from .sequence import Plan, Restore, Row, Sample, Sequence, Status
+from .sequence import PENDING, Plan, Restore, Row, Sample, Sequence, Status
 from .snapshots import Snapshot
 from .speculation import Ready, Speculator
 
@@ -19,26 +19,30 @@ LOOK_BACK = 3  # ids before a segment that a model may ask for (n-gram memory)
 
 
 class Scheduler:
-    """Policy over a ledger. `schedule` makes a plan; `Postprocessor.commit` must follow before the next one."""
+    """Policy over a ledger. `schedule` makes a plan; `Postprocessor.commit` must follow each, in order. One more may be made
+    before that: rows of a plan count as computed from then on, and the token that is sampled behind them as pending."""
 
     def __init__(self, ledger: Ledger, speculator: Speculator | None = None) -> None:
         self.ledger, self.speculator = ledger, speculator
         self.spec, self.config, self.pool = ledger.spec, ledger.config, ledger.pool
         self.bounded = self.spec.numerics == "bounded"
 
-    def schedule(self, now: float) -> Plan | None:
-        """The next step, or None when nothing can run and nothing is to be told."""
-        plan = Plan()
+    def schedule(self, now: float, after: Plan | None = None) -> Plan | None:
+        """The next step, or None when nothing can run and nothing is to be told. `after`: the plan that is under way; None then
+        also means that this step can't be planned before that one is known: what drafts it accepts, what memory it frees."""
+        if after is not None and (self.speculator is not None or after.preempt or not self._all_can_grow()):
+            return None
+        plan = Plan(after=after)
         self.ledger.expire(now)
         self._decodes(plan)
         self._prompts(plan)
         self._queue(plan)
         if self.speculator is not None:
             plan.propose = self.speculator.wants([sample.sequence for sample in plan.samples])
-        touched = plan.sequences()
-        for sequence in touched:
-            sequence.in_step = True
-        return plan if touched or self.ledger.events else None
+        plan.members = plan.sequences()
+        for sequence in plan.members:
+            sequence.in_steps += 1
+        return plan if plan.members or (self.ledger.events and after is None) else None
 
     def _decodes(self, plan: Plan) -> None:
         ready = self._growing(plan)
@@ -51,6 +55,8 @@ class Scheduler:
         for sequence in list(self.ledger.running):
             if sequence.prefilling or sequence.status is not Status.RUNNING or sequence in plan.preempt:
                 continue
+            if sequence.ending or sequence.dropped:  # a step under way is its last
+                continue
             if self._grow(sequence):
                 ready.append(sequence)
                 continue
@@ -58,6 +64,15 @@ class Scheduler:
             while short > 0 and (victim := self._last_behind(sequence, plan)):
                 short -= self._preempt(victim, plan)
         return ready
+
+    def _all_can_grow(self) -> bool:
+        """Nobody has to leave: there are blocks for all running sequences that need one for their next row."""
+        full = sum(
+            s.computed == len(s.block_table) * self.spec.block_tokens
+            for s in self.ledger.running
+            if not (s.prefilling or s.ending or s.dropped)
+        )
+        return full <= self.pool.available
 
     def _drafts(self, ready: list[Sequence]) -> list[int]:
         """How many drafts each verifies. A prompt's part of the step is left to it."""
@@ -81,7 +96,7 @@ class Scheduler:
 
     def _prompts(self, plan: Plan) -> None:
         for sequence in self.ledger.running:
-            if sequence.prefilling and sequence not in plan.preempt:
+            if sequence.prefilling and not sequence.dropped and sequence not in plan.preempt:
                 self._chunk(sequence, plan)
 
     def _queue(self, plan: Plan) -> None:
@@ -106,28 +121,33 @@ class Scheduler:
 
     def _run(self, sequence: Sequence, plan: Plan, drafts: int = 0) -> None:
         """The row of a sequence whose prompt is done, drafts to verify behind it, and the token after them."""
-        if sequence.hidden:
+        if sequence.hidden and not sequence.pending:
             if sequence.state is not None:
                 plan.restore.append(Restore(sequence, sequence.prompt_len, sequence.state))
             if sequence.choice == 0 and sequence.request.sampling.n > 1:
                 plan.fork.append(sequence)
             plan.samples.append(Sample(sequence, None, sequence.prompt_len))
+            sequence.pending += 1
             return
         first = sequence.computed + 1
         stop, proposed = first + drafts, sequence.draft.tokens[:drafts]
         at_boundary = stop % self.spec.block_tokens == 0
         snapshot = at_boundary and self.config.decode_snapshots and self.ledger.keeps_state
-        plan.samples.append(Sample(sequence, len(plan.rows), first, proposed))
+        late = [PENDING] * sequence.pending
+        plan.samples.append(Sample(sequence, len(plan.rows), first, proposed, late))
         segment = self._segment(sequence, first, want=True)
+        segment.ids = late or segment.ids
         if drafts:
             segment.ids, segment.outputs = [*segment.ids, *proposed], range(first - 1, stop)
         plan.rows.append(Row(sequence, segment, pack=snapshot, snapshot=snapshot, drafts=drafts))
         plan.rows_planned += 1 + drafts
         plan.draft_rows += drafts
+        sequence.pending += 1
+        sequence.computed = first  # with drafts, what `commit` says
 
     def _grow(self, sequence: Sequence) -> bool:
         """A block for the row at `computed`, if it has none yet."""
-        if sequence.hidden or sequence.computed < len(sequence.block_table) * self.spec.block_tokens:
+        if (sequence.hidden and not sequence.pending) or sequence.computed < len(sequence.block_table) * self.spec.block_tokens:
             return True
         blocks = self.pool.allocate(1)
         sequence.block_table += blocks or ()
@@ -184,6 +204,7 @@ class Scheduler:
         sequence.block_table = resident + blocks
         sequence.announced = sequence.reported = len(resident)
         sequence.computed, sequence.write_floor = start, len(resident) * block
+        sequence.pending = sequence.chunks = 0
         sequence.replay_rows = sequence.write_floor - start
         sequence.window_floor = 0 if snapshot else start
         sequence.snapshot_hit = snapshot is not None
@@ -246,10 +267,13 @@ class Scheduler:
         row.hidden = last and (sequence.prefill_only or several)
         if last and not sequence.prefill_only:
             plan.samples.append(Sample(sequence, len(plan.rows), n))
+            sequence.pending += 1
         if last and several:
             plan.fork.append(sequence)
         plan.rows.append(row)
         plan.rows_planned += stop - start
+        sequence.computed = stop
+        sequence.chunks += 1
 
     def _chunk_stop(self, sequence: Sequence, budget: int) -> int:
         """Where the next chunk ends. It never crosses the boundary where the snapshot is taken; in class `bounded` it ends
@@ -289,7 +313,7 @@ class Scheduler:
             start=start,
             ids=sequence.ids[start:stop],
             prev_ids=without_images(before, start, images) if images else before,
-            block_table=sequence.block_table,
+            block_table=list(sequence.block_table),
             write_floor=sequence.write_floor,
             window_floor=sequence.window_floor,
             decoder_floor=sequence.decoder_floor,

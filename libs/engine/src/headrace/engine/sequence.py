@@ -14,6 +14,7 @@ A replay begins `computed` below `write_floor`: those rows run again, and leave 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -66,7 +67,8 @@ class Sequence:
     max_len: int = 0  # ids at most, by max_tokens and by the model
     slot: int = -1
     block_table: list[int] = field(default_factory=list)
-    computed: int = 0
+    computed: int = 0  # rows that are computed, or will be when the steps that are planned have run
+    pending: int = 0  # tokens that steps under way will append to `ids`: 0 or 1
     announced: int = 0  # leading blocks that have their identity
     reported: int = 0  # leading blocks that were resident, came from elsewhere, or were reported as filled
     write_floor: int = 0
@@ -81,7 +83,7 @@ class Sequence:
     snapshot: tuple[int, bytes] | None = None  # newest state at a block boundary of the output: (position, record)
     draft: Draft = field(default_factory=Draft)
     matcher: Matcher | None = None  # of its grammar; the model's thread moves it, and it follows `ids`
-    in_step: bool = False  # named by the plan that is being executed
+    in_steps: int = 0  # plans that name it and are neither applied nor failed
     dropped: bool = False  # ended while a step runs: its result is thrown away
 
     @property
@@ -101,6 +103,11 @@ class Sequence:
     @property
     def prefilling(self) -> bool:
         return self.computed < self.prompt_len
+
+    @property
+    def ending(self) -> bool:
+        """The steps under way end it or its prompt, whatever they say: nothing of it is left to plan."""
+        return len(self.ids) + self.pending >= self.max_len or (self.prefill_only and not self.prefilling)
 
     @property
     def output_start(self) -> int:
@@ -145,6 +152,10 @@ class Sample:
     row: int | None
     position: int  # of the first token that is chosen
     drafts: list[int] = field(default_factory=list)
+    late: Several[int] = ()  # the token before `position`, where the step before this one gives it: PENDING until it has
+
+
+PENDING = -1  # an id that the step before gives
 
 
 @dataclass(slots=True)
@@ -159,6 +170,10 @@ class Plan:
     propose: list[Sequence] = field(default_factory=list)  # draft behind the token that is chosen; each is in `samples`
     rows_planned: int = 0
     draft_rows: int = 0  # of them
+    members: list[Sequence] = field(default_factory=list)  # `sequences()` when it was made
+    after: Plan | None = None  # it was made while this one ran
+    result: Result | None = None  # of its execution
+    seconds: float = 0.0  # that it is expected to take; 0: not known
 
     def sequences(self) -> list[Sequence]:
         """Everyone whose memory this step touches, once."""
@@ -195,6 +210,7 @@ class Result:
     images: dict[Sequence, Image] = field(default_factory=dict)
     failed: dict[Sequence, str] = field(default_factory=dict)
     astray: dict[Sequence, str] = field(default_factory=dict)
+    gone: set[Sequence] = field(default_factory=set)  # ended by the step before, when this one was planned: nothing was run
     scores: dict[int, list[tuple[int, float, list]]] = field(default_factory=dict)  # index of a row -> of the tokens after its
     proposals: dict[Sequence, Proposal] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # restore, forward, logits, sample, pack, draft

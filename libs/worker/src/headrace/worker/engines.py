@@ -105,6 +105,7 @@ def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine
         draft_calibration=settings.draft_calibration,
         confidence_normed={"config": None, "raw": False, "normed": True}[settings.confidence_head],
         rollback_gate=settings.rollback_gate,
+        async_scheduling=settings.async_scheduling,
         model_name=os.path.basename(os.path.normpath(settings.model)),
     )
     grammars = None

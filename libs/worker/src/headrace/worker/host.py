@@ -7,6 +7,9 @@ request may cost less than a millisecond of CPU in all processes together.
 While a step runs in the thread, the tokens of the one before it are published: they are all that can wait. What the owner must
 see before memory changes hands again (filled blocks, computed prompts, failures) is delivered before the next step is planned.
 
+Where the engine can (`depth` 2), that next step is planned and handed to the thread while one runs, shortly before that one
+ends: early enough that the model does not wait for it, and as late as that, so that who arrives meanwhile is in it.
+
 An error in a step ends the requests of that step and nothing else. The sweep runs on every tick whether or not anything is
 scheduled (a sweep that only runs with new work never frees what keeps new work out). `steps` only grows: liveness is that
 number.
@@ -27,6 +30,7 @@ from headrace.engine import api
 
 log = structlog.get_logger()
 
+AHEAD = 0.0025  # seconds before a step's expected end that the next one is planned; a timer may be a millisecond late
 BURST = 0.0002  # seconds: steps that take no time run back to back for this long before the loop gets its turn
 
 
@@ -55,7 +59,9 @@ class EngineHost:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="model") if self._threaded else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False  # a call of _step is queued
-        self._stepping = False  # a plan is being executed
+        self._under_way = 0  # plans that are neither applied nor failed
+        self._ahead: asyncio.TimerHandle | None = None  # plans the step after the one that runs
+        self._next: Any = None  # the plan that was made while another ran
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = True
 
@@ -68,14 +74,15 @@ class EngineHost:
     async def stop(self) -> None:
         """No further step begins; one that runs is waited for (a model step ends by itself)."""
         self._stopped = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._ahead):
+            if timer is not None:
+                timer.cancel()
         if self._pool is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._pool.shutdown)
 
     def wake(self) -> None:
         """There may be work: call after submit, admit, cancel and whatever frees memory."""
-        if not (self._scheduled or self._stepping or self._stopped):
+        if not (self._scheduled or self._under_way or self._stopped):
             self._scheduled = True
             self._loop.call_soon(self._step)
 
@@ -84,14 +91,14 @@ class EngineHost:
     def _step(self) -> None:
         self._scheduled = False
         began = time.monotonic()
-        while not (self._stopped or self._stepping):
+        while not (self._stopped or self._under_way):
             plan = self._plan()
             if plan is None:
                 return
-            self._stepping = True
+            self._under_way = 1
             if self._threaded:
-                self._pool.submit(self._execute, plan).add_done_callback(lambda f, plan=plan: self._executed(plan, f))
-                return self._on_begin()
+                self._submit(plan)
+                return self._look_ahead(plan)
             self._on_begin()
             seconds, plan.seconds = plan.seconds, 0.0
             if seconds > 0:
@@ -110,6 +117,28 @@ class EngineHost:
         except Exception as error:  # a bug of the scheduler: nothing of this step can be trusted
             self._fail(None, error)
         return plan  # None: idle, or waiting for memory that a peer holds; the tick looks again
+
+    def _submit(self, plan: Any) -> None:
+        self._pool.submit(self._execute, plan).add_done_callback(lambda f: self._executed(plan, f))
+        self._on_begin()
+
+    def _look_ahead(self, running: Any) -> None:
+        """Plan the step behind `running`, which has just begun, when that nears its end."""
+        if self.engine.depth > 1:
+            wait = running.seconds - AHEAD
+            if wait > 0.001:
+                self._ahead = self._loop.call_later(wait, self._plan_ahead)
+            else:
+                self._plan_ahead()
+
+    def _plan_ahead(self) -> None:
+        if self._stopped or self._under_way != 1:
+            return
+        plan = self._plan()
+        if plan is not None:
+            self._under_way = 2
+            self._next = plan
+            self._submit(plan)
 
     def _timed(self, plan: Any) -> None:
         self._inline(plan)
@@ -139,26 +168,30 @@ class EngineHost:
             self._loop.call_soon_threadsafe(self._joined, plan, result, error)
 
     def _joined(self, plan: Any, result: Any, error: BaseException | None) -> None:
-        """The step's result is here: apply it, begin the next one, then publish what this one said."""
+        """The step's result is here: apply it, see to the next one, then publish what this one said."""
+        if self._ahead is not None:
+            self._ahead.cancel()
         events = self._apply(plan, result, error)
         if any(type(event) is api.Failed for event in events):  # rare: in the order in which it happened
             self._deliver(events)
         else:
             self._deliver([event for event in events if type(event) is not api.Tokens])
             self._held = [event for event in events if type(event) is api.Tokens]
-        if self.engine.has_work():
+        if self._under_way:
+            self._look_ahead(self._next)
+        elif self.engine.has_work():
             self._step()
-        if not self._stepping:
+        if not self._under_way:
             self._executed_at = 0.0  # idle: the model does not wait for the host
         began = time.perf_counter()
         self._deliver([])
-        self.beside += (time.perf_counter() - began) * self._stepping
+        self.beside += (time.perf_counter() - began) * bool(self._under_way)
 
     def _finish(self, plan: Any, result: Any, error: BaseException | None) -> None:
         self._deliver(self._apply(plan, result, error))
 
     def _apply(self, plan: Any, result: Any, error: BaseException | None) -> list[api.Event]:
-        self._stepping = False
+        self._under_way -= 1
         self.steps += 1
         if error is None:
             try:

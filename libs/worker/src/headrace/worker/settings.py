@@ -60,6 +60,7 @@ class WorkerSettings(Settings):
     threads: Annotated[
         int, Meta(ge=0, description="compute threads; 0: half of the cores, for prefill and decode on one host")
     ] = 0
+    async_scheduling: Annotated[bool, Meta(description="plan a step while the one before it runs")] = True
     snapshot_bytes: Annotated[int, Meta(ge=0, description="host memory for state snapshots; 0: none, hits replay")] = 256 << 20
     swap_bytes: Annotated[int, Meta(ge=0, description="host memory for sequences that were preempted")] = 1 << 30
     image_bytes: Annotated[

@@ -278,6 +278,8 @@ class SimEngine:
 
     # ------------------------------------------------------------ the step
 
+    depth = 1
+
     def plan(self) -> SimPlan | None:
         budget = self.config.max_num_batched_tokens
         decode = [s for s in self._decoding if self._room(s)] if self._decoding else []

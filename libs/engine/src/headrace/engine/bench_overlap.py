@@ -1,0 +1,84 @@
+"""What of the host's work the model waits for: `headrace bench engine --overlap`.
+
+The same decode steps twice, in a thread of their own: planned when the step before is over (`waits`), and while it runs
+(`ahead`). Runs of the two alternate. A step's `idle` is what passes in the model's thread between two steps, and what it does
+there to join a plan to the step before: host time that is not hidden behind the model. Publishing is not in it, for that is
+done beside the next step in both. Figures are medians over steps, then over runs: other work on the machine moves them little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from . import api
+from .core import EngineCore
+from .loader import load_model
+from .pipeline import Pipeline
+
+WAYS = {"waits": False, "ahead": True}  # name -> EngineConfig.async_scheduling
+
+
+def measure(path: str | Path, args: argparse.Namespace) -> dict:
+    model = load_model(path, numerics=args.numerics, batch_invariant=args.batch_invariant, device=args.device)
+    batches = {}
+    for size in args.batch:
+        runs = {way: [] for way in WAYS}
+        for number in range(args.repeat + 1):
+            for way in WAYS:
+                run = _run(model, size, WAYS[way], args)
+                if number:  # the first warms up
+                    runs[way].append(run)
+        batches[str(size)] = {way: _median(some) for way, some in runs.items()}
+    shown = ("numerics", "device", "prompt", "output", "repeat")
+    return {
+        "model": str(args.model or args.preset), "threads": torch.get_num_threads(), "batch": batches,
+    } | {name: getattr(args, name) for name in shown}  # fmt: skip
+
+
+def _median(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {name: round(statistics.median(run[name] for run in runs), 4) for name in runs[0]}
+
+
+def _run(model, size: int, ahead: bool, args: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of a step in which all decode, and of those that the model's thread was idle; tokens per second."""
+    block = model.spec.block_tokens
+    config = api.EngineConfig(
+        num_blocks=size * (-(-(args.prompt + args.output) // block) + 1), max_num_seqs=size, prefix_caching=False,
+        max_num_batched_tokens=max(2048, size + args.prompt), async_scheduling=ahead,
+    )  # fmt: skip
+    rng, core = np.random.default_rng(args.seed), EngineCore(model, config)
+    params = api.SamplingParams(temperature=args.temperature, max_tokens=args.output, ignore_eos=True)
+    for i in range(size):
+        ids = rng.integers(3, core.info.vocab_size, args.prompt).tolist()
+        core.submit(api.EngineRequest(f"r{i}", ids, [], params))
+    with Pipeline(core) as pipeline:
+        begun = 0
+        while begun < size:
+            begun += sum(isinstance(event, api.PromptDone) for event in pipeline.step())
+        pipeline.step()
+        del pipeline.waits[:]
+        ends, joins = [time.perf_counter()], core.stats()["seconds_join"]
+        while core.has_work():
+            events = pipeline.step()
+            ends.append(time.perf_counter())
+            if any(isinstance(event, api.Tokens) and event.finish for event in events):
+                break
+        step = statistics.median(after - before for before, after in pairwise(ends))
+        idle = statistics.median(pipeline.waits) + (core.stats()["seconds_join"] - joins) / (len(ends) - 1)
+    return {"step_ms": 1e3 * step, "idle_ms": 1e3 * idle, "idle_percent": 100 * idle / step, "tokens_per_second": size / step}
+
+
+def table(report: dict) -> str:
+    lines = [f"{'batch':>6}{'way':>8}{'step ms':>10}{'idle ms':>10}{'idle %':>8}{'tokens/s':>10}"]
+    for size, ways in report["batch"].items():
+        for way, run in ways.items():
+            idle = f"{run['idle_ms']:>10.4f}{run['idle_percent']:>8.2f}"
+            lines.append(f"{size:>6}{way:>8}{run['step_ms']:>10.3f}{idle}{run['tokens_per_second']:>10.0f}")
+    return "\n".join(lines)
