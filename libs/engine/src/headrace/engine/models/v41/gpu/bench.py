@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.kernels.gemm_upcast import FIELD, PACKED, STEP, VALUES
+from headrace.kernels.gemm_upcast import PACKED, STEP, VALUES, pack_words
 
 from ....batch import Segment
 from ....cache import KVPool
@@ -106,14 +106,13 @@ class RandomWeights(Weights):
             values = torch.randn(*lead, rows, columns, generator=self.draw, device=self.device) * columns**-0.5
             return Weight(values.bfloat16(), None, kind)
         exponent = 127 - int(np.log2(columns) / 2) - (1 if kind == "mxfp4" else 0)
-        if self.packed:  # any word is four or eight values, and a scale word four exponents
-            name, scales = PACKED[kind], rows if kind == "mxfp4" else rows // BLOCK
-            most = 256 if kind == "mxfp4" else 0x38
+        if self.packed:  # any word is four or eight values; a scale word is what packing makes of four equal scales
+            name, most = PACKED[kind], 256 if kind == "mxfp4" else 0x38
             words = self._bytes(*lead, rows, columns // VALUES[name] * 4, most=most).view(torch.int32)
-            word = (exponent + FIELD[name]) * 0x01010101
-            word -= 1 << 32 if word >> 31 else 0
-            shape = (*lead, columns // STEP, scales)
-            return Weight(words, torch.full(shape, word, dtype=torch.int32, device=self.device), name)
+            like = torch.full((rows if kind == "mxfp4" else rows // BLOCK, 4), exponent, dtype=torch.uint8)
+            _, scale, _ = pack_words(torch.zeros(rows, STEP // VALUES[kind], dtype=torch.uint8), like, kind)
+            scale = scale.to(self.device).expand(*lead, columns // STEP, -1).contiguous()
+            return Weight(words, scale, name)
         if kind == "mxfp4":
             codes, grid = self._bytes(*lead, rows, columns // 2, most=256), (rows, columns // BLOCK)
         else:
