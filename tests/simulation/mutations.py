@@ -18,7 +18,9 @@ from memory import SimShmPeer
 
 from headrace.decode.landing import Landing
 from headrace.decode.service import DecodeService
-from headrace.gateway.dispatch import Dispatcher
+from headrace.gateway import choice, request
+from headrace.gateway.legs import Legs
+from headrace.gateway.output import Output
 from headrace.gateway.record import Record
 from headrace.gateway.routing import Residency
 from headrace.kv.grants import ledger, owner, store, writer
@@ -70,7 +72,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
                  "return _admit(ticket) if isinstance(event, ev.Committed) else (ticket, [])"),
     ),
     "attempt": (
-        Mutation("output of another attempt is taken", Dispatcher, "on_out", "elif entry.attempt != record.attempt:",
+        Mutation("output of another attempt is taken", Output, "on_out", "elif entry.attempt != record.attempt:",
                  "elif False:"),
     ),
     "all-or-nothing": (
@@ -104,21 +106,22 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         NO_FENCE,
     ),
     "index": (
-        Mutation("output that came already is taken again", Dispatcher, "_on_entry", "if entry.index != choice.next:",
-                 "if False:"),
+        Mutation("output that came already is taken again", choice, "_came", "skip = end - index", "skip = 0"),
+        Mutation("", choice, "_came", "index > end", "False"),
     ),
     "gap": (
-        Mutation("lost output is not asked for", Dispatcher, "_resume", "choice = record.choices[number]", "return"),
+        Mutation("lost output is not asked for", choice, "_missing", "choice._replace(asking=True), (Ask(choice.next),)",
+                 "choice, ()"),
     ),
     "tail": (
-        Mutation("nor is what was lost last", Dispatcher, "_check_tail", "if known == epoch and seq < sent:", "if False:"),
+        Mutation("nor is what was lost last", Output, "_check_tail", "if known == epoch and seq < sent:", "if False:"),
     ),
     "looked-at-again": (
-        Mutation("an attempt that ended while its admission was awaited is run", Dispatcher, "_try",
-                 "if record.ended or record.attempt != attempt:  # deadline", "if False:  # deadline"),
+        Mutation("an attempt that ended while its admission was awaited is run", request, "_admitted",
+                 "if r.phase is not Phase.ADMITTING or event.attempt != r.attempt:", "if False:"),
     ),
     "cancel-repeated": (
-        Mutation("a cancel is sent once", Dispatcher, "_tell_cancel",
+        Mutation("a cancel is sent once", Legs, "_tell_cancel",
                  "if tries >= CANCEL_TRIES and time.monotonic() > until:", "if True:"),
     ),
     "older-attempt": (
@@ -155,7 +158,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
                  "True"),
     ),
     "output-offset": (
-        Mutation("what was output already is replayed as if it were the client's prompt", Dispatcher, "_try",
+        Mutation("what was output already is replayed as if it were the client's prompt", Legs, "admit",
                  "record.images, prompt.output, record.first_choice", "record.images, 0, record.first_choice"),
     ),
     "output-carried": (

@@ -26,6 +26,7 @@ from table import MACHINES, Table
 from headrace.bus import Peers, Service, subjects
 from headrace.bus import service as bus_service
 from headrace.gateway.dispatch import Dispatcher
+from headrace.gateway.output import Output
 from headrace.gateway.routing import Router
 from headrace.gateway.settings import GatewaySettings
 from headrace.kv.arena import ALIGN
@@ -153,15 +154,15 @@ class SimKvStore(_Simulated, KvStoreService):
     pass
 
 
-class WatchedDispatcher(Dispatcher):
+class WatchedOutput(Output):
     """What is acted upon belongs to the attempt that runs."""
 
-    def _on_entry(self, record: Any, entry: Any, instance: str) -> None:
+    def take(self, record: Any, entry: Any, instance: str) -> None:
         if entry.attempt != record.attempt:
             world = asyncio.get_running_loop().process.world
             what = "a problem" if entry.problem is not None else "output"
             world.violate(f"{what} of attempt {entry.attempt} of {record.request} was taken; {record.attempt} is running")
-        super()._on_entry(record, entry, instance)
+        super().take(record, entry, instance)
 
 
 class SimGateway(_Simulated, Service):
@@ -174,9 +175,8 @@ class SimGateway(_Simulated, Service):
         await super().start()
         self.peers = Peers(self.bus)
         self.router = Router(self.bus, self.peers, lambda: self.dispatcher.capacity(), self.settings.worker_seconds)
-        self.dispatcher = WatchedDispatcher(
-            self.bus, self.peers, self.instance, self.epoch, self.router, self.trace, self.settings
-        )
+        self.dispatcher = Dispatcher(self.bus, self.peers, self.instance, self.epoch, self.router, self.trace, self.settings)
+        self.dispatcher.output = WatchedOutput(self.dispatcher)
         self.peers.watch(self._on_presence)
         await self.dispatcher.start()
         await self.router.residency.start()
@@ -194,9 +194,9 @@ class SimGateway(_Simulated, Service):
 
     def _on_presence(self, kind: str, presence: Any) -> None:
         if kind == "update" and presence.role in ("prefill", "decode"):
-            self.dispatcher.sent_so_far(presence)
+            self.dispatcher.output.sent_so_far(presence)
         elif kind == "leave":
-            self.dispatcher.left(presence.instance)
+            self.dispatcher.output.left(presence.instance)
 
 
 CLASSES = {"decode": SimDecode, "prefill": SimPrefill, "kvstore": SimKvStore, "gateway": SimGateway}

@@ -15,6 +15,7 @@ from typing import Any
 
 from headrace.decode import attempt
 from headrace.decode.attempt import Phase
+from headrace.gateway import choice, request
 from headrace.kv.grants import effects as fx
 from headrace.kv.grants import events as ev
 from headrace.kv.grants import owner, pins, store, writer
@@ -24,6 +25,7 @@ PHASES = {
     "owner": owner.PHASES, "writer": (*writer.PHASES, *(f"{p}, in flight" for p in ("writing", *writer.STOPPED))),
     "store": store.PHASES, "held": pins.HELD_PHASES, "reading": pins.READING_PHASES,
 }  # fmt: skip
+REQUESTS = {"decode": "decode", "gateway": "gateway", "output": "output of a choice"}  # machine: heading in section 6
 Row = tuple[str, str, str]  # machine, phase, words of the event
 
 
@@ -47,8 +49,9 @@ def rows() -> dict[Row, tuple[str, list[str]]]:
         for phase in PHASES[machine] if words == "any" else (words,):
             new = phase.split(",")[0] if after == "same" else after
             out[machine, phase, event] = (new, [] if effects == "-" else effects.split(", "))
-    for phase, event, after, what in request_rows("decode"):
-        out["decode", phase, event] = (after, what)
+    for machine, heading in REQUESTS.items():
+        for phase, event, after, what in request_rows(heading):
+            out[machine, phase, event] = (after, what)
     return out
 
 
@@ -57,8 +60,9 @@ def request_rows(role: str) -> Iterator[tuple[str, str, str, list[str]]]:
     section = DOC.read_text().split("## 6.")[1].split(f"### {role}\n")[1].split("\n### ")[0]
     for line in section.splitlines():
         if line.startswith("|") and not re.match(r"\| *(phase|-)", line):
-            phase, event, after, what = (cell.strip() for cell in line.strip("|").split("|"))
-            yield phase, event, after, [] if what == "-" else what.split(", ")
+            phases, event, after, what = (cell.strip() for cell in line.strip("|").split("|"))
+            for phase in phases.split(", "):
+                yield phase, event, phase if after == "same" else after, [] if what == "-" else what.split(", ")
 
 
 def show(effect: Any) -> str:
@@ -215,6 +219,125 @@ def in_words(effects: list[Any]) -> list[str]:
     return words
 
 
+# ------------------------------------------------------------------ the gateway's
+
+
+def request_words(r: request.Request, event: Any, now: float) -> str:
+    """An event of a request at the gateway; None: time. "": nothing that a row is about."""
+    lost = ", images are lost" if r.blind else ""
+    held = r.phase in request.HELD or r.phase is request.Phase.ADMITTING
+    attempt = getattr(event, "attempt", r.attempt)
+    if r.phase is request.Phase.OVER or attempt != r.attempt:
+        return ""
+    match event:
+        case None if now >= r.deadline:
+            return "deadline"
+        case None:
+            waits = "worker" if r.nobody else "queue"
+            return {"line": f"`{waits}_seconds` over", "offline": "`bus_grace_seconds` over"}.get(
+                r.phase.value, "`command_seconds` over"
+            )
+        case request.Placed(ahead):
+            return "others wait" if ahead else f"nobody waits{lost}"
+        case request.Called():
+            return f"its turn{lost}" if r.phase is request.Phase.LINE else ""
+        case request.NoPair():
+            return f"no pair, {_why_no_pair(r, now)}"
+        case request.Seen(error):
+            return "images are known" if error is None else "images can't be known"
+        case request.Refused(_, _, refusal):
+            code = refusal.code if refusal is not None else ""
+            asked = r.phase is request.Phase.ADMITTING
+            return "no answer" if not code else f"refused as {code}" if code in ("invalid", *["stale"] * asked) else "refused"
+        case request.Problem(_, worker, problem) if held:
+            whose = f"problem of {'decode' if worker == r.decode else 'prefill'}"
+            if problem.status < 500 and problem.code not in request.RETRY_CODES:
+                return f"{whose}, of the request"
+            return f"{whose}{_last_time(r)}"
+        case request.Died(worker):
+            if worker not in r.watched:
+                return ""
+            return ("decode" if worker == r.decode else "prefill") + f" died{_last_time(r)}"
+        case request.Unrepeatable():
+            return f"output can't be repeated{_last_time(r)}"
+        case request.ChoiceOver(_, _, finished):
+            rest = ", not all for decode" if r.open > finished else ""
+            return f"the last choice is over{rest}" if r.left == 1 and r.phase.value == "streaming" else "a choice is over"
+        case request.ChoiceFinished():
+            return "the last choice is finished" if r.open == 1 else "a choice is finished"
+    return _GATEWAY.get(type(event), "")
+
+
+def _why_no_pair(r: request.Request, now: float) -> str:
+    if r.shunned:
+        return "some are shunned"
+    if r.refusal is not None and r.refusal.code not in request.WAIT_CODES:
+        return "all are full" if r.refusal.code in ("busy", "full") else "refused for good"
+    there = now < (r.nobody or now) + r.limits.worker
+    return "nobody is there" if there else "nobody came in `worker_seconds`"
+
+
+def _last_time(r: request.Request) -> str:
+    """What is particular about this loss."""
+    if not r.left:
+        return ""
+    limits = r.limits
+    if r.losses + 1 >= limits.max_attempts or (r.begun and r.migrations >= limits.max_migrations):
+        return ", the last attempt"
+    return ", several choices" if r.begun and r.choices > 1 else ""
+
+
+_GATEWAY = {
+    request.Arrives: "arrives", request.Pair: "a pair", request.OtherOutput: "only another checkpoint is there",
+    request.LineFull: "the line is full", request.BusBack: "the bus is back", request.Admitted: "admitted",
+    request.Accepted: "accepted", request.Offline: "off the bus", request.FirstOutput: "first output",
+    request.Leaves: "client leaves", request.Breaks: "it breaks here",
+}  # fmt: skip
+
+
+def request_effects(effects: list[Any]) -> list[str]:
+    """In the table's words, in their order."""
+    words: list[str] = []
+    for effect in effects:
+        match effect:
+            case request.Cancel(_, role):
+                words.append(f"Cancel {role}")
+            case request.Fail(error):
+                words.append(f"Fail {error.code}")
+            case request.LeaveLine():
+                pass
+            case _:
+                words.append(type(effect).__name__)
+    return words
+
+
+def choice_phase(c: choice.Choice) -> str:
+    return "finished" if c.finished else "stopped" if c.kept >= 0 else "asking" if c.asking else "open"
+
+
+def choice_words(c: choice.Choice, event: Any) -> str:
+    match event:
+        case choice.Came(index, _, finish) if c.kept >= 0:
+            return "next index, the last" if finish else "next index"
+        case choice.Came(index, count, finish):
+            if index > c.next:
+                return "later index"
+            if index + count < c.next or (index + count == c.next and not finish):
+                return "known index"
+            if finish == "abort":
+                return "next index, ended without a reason"
+            return "next index, the last" if finish else "known and next index" if index < c.next else "next index"
+        case choice.Missing():
+            return "messages were lost"
+        case choice.Answered():
+            return "answered, more is missing" if c.behind else "answered"
+        case choice.Unanswered():
+            return "no answer"
+        case choice.Unreachable():
+            return "nobody can be asked"
+    return ""
+
+
 _WORDS = {
     ev.Renewed: "bind again", ev.WriterFailed: "fail", ev.WriterLost: "writer lost", ev.Cancelled: "cancel",
     ev.WriterDone: "writer_done", ev.Fenced: "fenced", ev.SlabTaken: "slab taken", ev.Placed: "placed",
@@ -228,7 +351,7 @@ _IN_WORDS: dict[str, Callable[[Any, Any, float], str]] = {
 MACHINES = (
     ("owner", owner, "step", "tick"), ("writer", writer, "step", "tick"), ("store", store, "step", "tick"),
     ("held", pins, "held_step", "held_tick"), ("reading", pins, "reading_step", "reading_tick"),
-    ("decode", attempt, "step"),
+    ("decode", attempt, "step"), ("gateway", request, "step", "tick"), ("output", choice, "step"),
 )  # fmt: skip
 
 
@@ -242,6 +365,10 @@ CANNOT = {  # rows that these services never bring about, and why; the unit test
     r"held: .*gone.*": "pins of a dead worker end with their lease",
     r"reading: .*": "the kvstore client follows the rows in its own code",
     r"decode: unknown: admit, too long": "no gateway asks for it",
+    r"gateway: (looking: .*|.* images are lost)": "no images here",
+    r"gateway: .*(as invalid|of the request|another checkpoint.*|for good)": "workers are alike, and requests are good",
+    r"gateway: (placing|new): (client leaves|it breaks here)": "takes no time",
+    r"output: .*(a text stop|without a reason)": "the sink says so, which is another step; and whoever ends says why",
 }
 
 
@@ -260,6 +387,8 @@ class Table:
 
     def recorded(self, machine: str, function: Callable) -> Callable:
         """A machine's `step` or `tick`, watched."""
+        if machine in ("gateway", "output"):
+            return getattr(self, f"_{machine}_{function.__name__}")(function)
         words_of = _IN_WORDS[machine]
 
         @functools.wraps(function)
@@ -292,6 +421,59 @@ class Table:
                 self.told(f"decode, {state.phase.value}, {words}: {after.phase.value}, {said}; the table says {expected}")
         elif words and (said or after.phase is not state.phase):
             self.told(f"decode, {state.phase.value}, {words}: {after.phase.value}, {said}; no row says so")
+
+    def _gateway_step(self, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def step(r: request.Request, event: Any, now: float) -> Any:
+            after, effects = function(r, event, now)
+            self._note_gateway(r, request_words(r, event, now), after, effects)
+            return after, effects
+
+        return step
+
+    def _gateway_tick(self, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def tick(r: request.Request, now: float) -> Any:
+            after, effects = function(r, now)
+            if effects:
+                self._note_gateway(r, request_words(r, None, now), after, effects)
+            return after, effects
+
+        return tick
+
+    def _output_step(self, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def step(c: choice.Choice, event: Any, now: float = 0.0) -> Any:
+            after, effects = function(c, event, now)
+            delivered = isinstance(event, choice.Delivered)  # belongs to the row of what came
+            if delivered or (c.asking and c.kept >= 0):  # the table has "stopped" without a question only
+                return after, effects
+            done = [type(effect).__name__ for effect in effects]
+            row = ("output", choice_phase(c), choice_words(c, event))
+            expected = self.rows.get(row)
+            if expected is not None:
+                self.counts[row] += 1
+                said = [word for word in expected[1] if word != "Over"]
+                if (done, choice_phase(after)) == (said, expected[0]):
+                    return after, effects
+            elif not done:
+                return after, effects
+            self.told(f"{', '.join(row)}: {choice_phase(after)}, {done}; the table says {expected}")
+            return after, effects
+
+        return step
+
+    def _note_gateway(self, r: request.Request, words: str, after: request.Request, effects: list[Any]) -> None:
+        row = ("gateway", r.phase.value, words)
+        expected, done = self.rows.get(row), request_effects(effects)
+        if expected is not None:
+            self.counts[row] += 1
+            said = [re.sub("^Fail .*", "Fail", word) for word in done]  # which error depends on what went wrong
+            if (after.phase.value, said) == (expected[0], [re.sub("^Fail .*", "Fail", word) for word in expected[1]]):
+                return
+        elif not done and after.phase is r.phase:
+            return
+        self.told(f"{', '.join(row)}: {after.phase.value}, {done}; the table says {expected}")
 
     @staticmethod
     def _told_otherwise(words: str) -> bool:

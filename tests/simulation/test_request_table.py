@@ -133,7 +133,7 @@ class Stage:
     def _prefill_working(self) -> None:
         """Decode is stopped when it has admitted: its answer to the bind does not come."""
         self._ask()
-        self._until(lambda: any(r.decode is not None for r in self.gateway.dispatcher.records.values()))
+        self._until(lambda: any(r.state.watched for r in self.gateway.dispatcher.records.values()))
         self.world.pause(self.other)
         self._until(lambda: self.service.jobs)
         self._messages()

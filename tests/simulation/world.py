@@ -535,7 +535,7 @@ class World:
         if process.role == "gateway":
             dispatcher = service.dispatcher
             return {
-                "records": len(dispatcher.records), "queued": dispatcher.queued, "trying": dispatcher._trying,
+                "records": len(dispatcher.records), "queued": dispatcher.queued, "trying": dispatcher.line.trying,
                 "in_flight": sum(w.in_flight for w in service.router.workers.values()),
                 "watched": sum(max(0, state[1]) for state in service.prober._watched.values())
                 if hasattr(service, "prober") else sum(max(0, s[1]) for s in dispatcher.prober._watched.values()),

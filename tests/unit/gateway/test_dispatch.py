@@ -25,8 +25,8 @@ def counters(cluster) -> dict:
 async def quiet(cluster):
     """Nothing is left in flight anywhere in the gateway."""
     dispatcher = cluster.gateway.dispatcher
-    await eventually(lambda: not dispatcher.records and not dispatcher.queued and not dispatcher._side)
-    assert not dispatcher._waiting and dispatcher._trying == 0
+    await eventually(lambda: not dispatcher.records and not dispatcher.queued and not dispatcher.legs.side)
+    assert not dispatcher.line.waiting and dispatcher.line.trying == 0
     assert all(worker.in_flight == 0 for worker in cluster.gateway.router.workers.values())
 
 

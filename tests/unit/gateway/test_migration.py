@@ -101,7 +101,7 @@ async def test_a_choice_that_was_over_stays_so(cluster, tokenizer):
     ])  # fmt: skip
     second = await cluster.add_decode()
     await cluster.ready(1, 2)
-    await eventually(lambda: any(r.left == 1 for r in cluster.gateway.dispatcher.records.values()))
+    await eventually(lambda: any(r.state.left == 1 for r in cluster.gateway.dispatcher.records.values()))
     decode.vanish()
     chunks = await asyncio.wait_for(admitted, SOON)
     assert by_choice(chunks) == dict.fromkeys(range(2), TEXT[: TEXT.index("mill")])
@@ -142,7 +142,7 @@ async def test_a_death_after_the_last_text_needs_no_other_worker(cluster):
     decode.hold_at, decode._handlers["cancel"] = 6, lambda message: asyncio.Event().wait()
     cluster.gateway.settings.command_seconds = 2.0
     task = asyncio.create_task(cluster.stream(chat(stop=["runs"], stream_options={"include_usage": True})))
-    await eventually(lambda: any(not r.left for r in cluster.gateway.dispatcher.records.values()))
+    await eventually(lambda: any(not r.state.left for r in cluster.gateway.dispatcher.records.values()))
     decode.vanish()
     chunks = await asyncio.wait_for(task, SOON)
     assert text_of(chunks) == "the water " and next(c for c in chunks if c.get("usage"))["usage"]["completion_tokens"] == 3

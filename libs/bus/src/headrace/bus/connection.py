@@ -300,10 +300,17 @@ class Bus:
         """Send a command to one instance and wait for its answer (`Refused` is an answer).
 
         Raises NoResponder, BusTimeout, Disconnected, TooLarge. `request_id` and `traceparent` travel as headers too."""
-        return await self.ask(command(role, instance, verb), message, timeout, _headers(request_id, traceparent))
+        return await self.call(role, instance, verb, message, timeout, request_id, traceparent)
+
+    def call(
+        self, role: str, instance: str, verb: str, message: m.Message, timeout: float = 1.0, request_id: str = "",
+        traceparent: str = "",
+    ) -> asyncio.Future[m.Message]:  # fmt: skip
+        """`request` without a coroutine: a future of the answer."""
+        return self.ask(command(role, instance, verb), message, timeout, _headers(request_id, traceparent))
 
     def ask(self, subject: str, message: m.Message, timeout: float = 1.0, headers: bytes = b"") -> asyncio.Future[m.Message]:
-        """`request` without a coroutine: a future of the answer."""
+        """A message to a subject that answers: a future of that. Fails as `request` does."""
         self._next_token += 1
         token = b"%x" % self._next_token
         future: asyncio.Future[m.Message] = self._loop.create_future()

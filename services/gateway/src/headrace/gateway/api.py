@@ -31,10 +31,10 @@ from headrace.recipe.stream import ReplyStream, Usage
 
 from . import errors
 from .auth import Auth
-from .dispatch import Record
 from .endpoints import CHAT, ENDPOINTS, LONG_TEXT, MESSAGES, RESPONSES, Context, Endpoint
 from .exchange import KEEPALIVE, PING, Exchange, Turn, Written
 from .images import Seen, expand
+from .record import Record
 from .reply import Part, Reply
 from .responses import Kept, input_items
 from .routing import Group

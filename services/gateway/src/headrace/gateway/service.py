@@ -101,9 +101,9 @@ class Gateway(Service):
 
     def _on_presence(self, kind: str, presence: m.Presence) -> None:
         if kind == "update" and presence.role in ("prefill", "decode"):
-            self.dispatcher.sent_so_far(presence)
+            self.dispatcher.output.sent_so_far(presence)
         elif kind == "leave":
-            self.dispatcher.left(presence.instance)
+            self.dispatcher.output.left(presence.instance)
 
 
 class Meters:

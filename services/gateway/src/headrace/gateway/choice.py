@@ -1,0 +1,161 @@
+"""The output of one choice at the gateway, as a pure function: the table of docs/handoff.md, section 6, "output of a choice".
+
+Knows which tokens are new, what a gap means, when a choice is over. Does not know ids, text or the bus: `Dispatcher` tells what
+came and carries the effects out. There is a step for each message and choice, so states are tuples, which are cheap to make.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Choice(NamedTuple):
+    """One of n outputs. `next`: index of the next token that is wanted, from whichever attempts. `kept`: tokens that count,
+    once a text stop ended it here; decode goes on until it is told. `finished`: decode says that it is over, after `sampled`
+    tokens that count. `asking`: lost output is being asked for; `behind`: more is missing than that question was about."""
+
+    next: int = 0
+    kept: int = -1
+    finished: bool = False
+    sampled: int = 0
+    asking: bool = False
+    behind: bool = False
+
+    @property
+    def over(self) -> bool:
+        """Nothing more of it is for the client."""
+        return self.finished or self.kept >= 0
+
+    @property
+    def counted(self) -> int:
+        """Tokens that count, as far as is known here."""
+        return self.kept if self.kept >= 0 else max(self.sampled, self.next)
+
+    def carried(self) -> Choice:
+        """The same for the next attempt; questions of the last one are nobody's now."""
+        return self._replace(asking=False, behind=False)
+
+
+# ---------------------------------------------------------------- events
+
+
+class Came(NamedTuple):
+    """`count` tokens from `index` on; `finish`: decode's reason, with the last of them, and how many it `sampled`."""
+
+    index: int
+    count: int
+    finish: str = ""
+    sampled: int = 0
+
+
+class Delivered(NamedTuple):
+    """The sink has them. `kept`: -1, or tokens of the choice that count, for a text stop ended it."""
+
+    kept: int
+    finish: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Messages of its worker were lost: perhaps its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What was asked for has come, and was told before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """The question or its answer was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """Nobody can be asked now. The prober finds a dead worker; a bus that comes back makes everything `Missing`."""
+
+
+# ---------------------------------------------------------------- effects
+
+
+class Deliver(NamedTuple):
+    """To the client: what came, without the first `skip` tokens. -> `Delivered`"""
+
+    skip: int
+    finish: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Decode, for everything from `start` on. -> `Answered`, `Unanswered`, `Unreachable`"""
+
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Nothing more of it is for the client; `finished`: decode knows that."""
+
+    reason: str
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LastWord:
+    """Decode has finished what a text stop had ended here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """It ended there, and nobody says why."""
+
+
+Step = tuple[Choice, tuple[Any, ...]]
+
+
+def step(choice: Choice, event: Any, now: float = 0.0) -> Step:
+    match event:
+        case Came():
+            return _came(choice, event)
+        case Delivered(kept, finish):
+            if choice.kept >= 0 or (kept < 0 and not finish):
+                return choice, ()
+            return choice._replace(kept=kept), (Over("stop" if kept >= 0 else finish, choice.finished),)
+    if choice.finished:
+        return choice._replace(asking=False, behind=False), ()
+    match event:
+        case Missing():
+            return _missing(choice)
+        case Answered() if choice.asking and not choice.behind:
+            return choice._replace(asking=False), ()
+        case Answered() | Unanswered() if choice.asking:
+            return choice._replace(behind=False), (Ask(choice.next),)
+        case Unreachable():
+            return choice._replace(asking=False, behind=False), ()
+    return choice, ()
+
+
+def _came(choice: Choice, came: Came) -> Step:
+    index, count, finish, sampled = came
+    end, kept, finished, _, asking, behind = choice
+    if finished:
+        return choice, ()
+    if kept >= 0:  # a text stop ended it; decode's last word brings the usage
+        return (choice._replace(finished=True, sampled=sampled), (LastWord(),)) if finish else (choice, ())
+    if index > end:
+        return _missing(choice)
+    skip = end - index
+    if skip > count or (skip == count and not finish):
+        return choice, ()
+    if finish == "abort":
+        return choice, (Aborted(),)
+    after = Choice(index + count, -1, bool(finish), sampled if finish else choice.sampled, asking, behind)
+    return after, (Deliver(skip, finish),)
+
+
+def _missing(choice: Choice) -> Step:
+    """Ask once at a time; an answer that is under way may be older than what makes us ask now."""
+    if choice.asking:
+        return choice._replace(behind=True), ()
+    return choice._replace(asking=True), (Ask(choice.next),)
