@@ -33,7 +33,7 @@ LINEAR = [
     ("wq_a+wkv", 1792, 5120), ("wq", 32768, 1280), ("wo_b", 5120, 8192), ("shared_in", 4608, 5120),
     ("shared_out", 5120, 2304), ("index wq", 4096, 1280),
 ]  # fmt: skip
-BATCHES = (256, 64, 8, 1)
+BATCHES = (256, 64, 8, 1, 4096)  # the last: prefill reads the same packed weights
 
 
 @dataclasses.dataclass
@@ -48,7 +48,7 @@ class Shape:
     @property
     def alignment(self) -> int:
         mean = self.batch * TOP_K / self.groups
-        return 16 if mean <= 8 else 32 if mean <= 24 else 64
+        return 16 if mean <= 8 else 32 if mean <= 24 else 64 if mean <= 56 else 128
 
 
 def shapes() -> list[Shape]:
@@ -59,6 +59,9 @@ def shapes() -> list[Shape]:
 
 def candidates(shape: Shape) -> list[dict]:
     """Best guesses first: time may run out."""
+    if shape.batch == 4096:
+        blocks = (128, 64) if shape.kind == "mxfp4" else (128, 256)
+        return [_config(m, n, w, 3, 1, 1) for m, (n, w) in itertools.product(blocks, [(128, 8), (64, 4), (128, 4)])]
     if shape.kind == "mxfp4":
         tiles = [(128, 8, 3), (64, 4, 3), (128, 4, 3), (256, 16, 3), (128, 8, 4), (64, 4, 4), (128, 4, 4), (256, 8, 3)]
         found = [_config(shape.alignment, *tile, atoms, 1) for atoms in (2, 1) for tile in tiles]
@@ -230,7 +233,7 @@ def tune(shape: Shape, device: torch.device, copy: float, deadline: float) -> di
 def show(row: dict) -> str:
     good = [f for f in row["found"] if f["us"] < float("inf")]
     bad = len(row["found"]) - len(good)
-    line = f"{row['kind']:5} {row['name']:10} batch {row['batch']:3}: stored {row['stored_us']:7.1f} us"
+    line = f"{row['kind']:5} {row['name']:10} batch {row['batch']:4}: stored {row['stored_us']:7.1f} us"
     for f in good[:3]:
         c = f["config"]
         short = "m{BLOCK_M} n{BLOCK_N} a{ATOMS} p{PAIRS} w{WAVES} s{STAGES} x{num_warps}".format(**c)
