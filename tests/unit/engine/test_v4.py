@@ -93,7 +93,7 @@ def test_the_cache_of_the_release():
     spec = cache_spec(parse_config(FLASH), "quantized", "exact", False)
     assert spec.block_bytes == 21 * 32 * 584 + 20 * (584 + 56) + 21 * 32 * 68  # single entries are padded to 64 bytes
     assert (spec.keep_rows, spec.replay_rows) == (0, 43 * 127)
-    assert cache_spec(parse_config(FLASH), "quantized", "bounded", False).replay_rows == 128
+    assert cache_spec(parse_config(FLASH), "quantized", "bounded", False).replay_rows == 256
     pending = 2 * 4 * (21 * 7 * 2 * (512 + 128) + 20 * 127 * 512)
     assert spec.state_bytes == pytest.approx(43 * 127 * 584 + pending, abs=100)
     ways = [(store, numerics, same) for store in ("quantized", "fp32") for numerics in ("exact", "bounded") for same in (0, 1)]
@@ -306,14 +306,27 @@ def test_hits_replays_chunks_and_a_hand_off_give_the_same_tokens_and_logprobs(in
         assert [token for event in tokens for token in event.ids] == expected[0][0]
 
 
-def test_class_bounded_replays_one_window(checkpoint):
+def test_preemption_and_several_choices_change_nothing(invariant):
+    """Three sequences of two choices grow into memory for half of them: some leave, and come back where they were."""
+    rng = random.Random(6)
+    params = [api.SamplingParams(temperature=1.0, seed=i, max_tokens=135, n=2, logprobs=0, ignore_eos=True) for i in range(3)]
+    requests = [api.EngineRequest(f"r{i}", rng.choices(range(3, 270), k=125 + i), [], p) for i, p in enumerate(params)]
+    said = {}
+    for blocks in (64, 9):
+        engine = EngineCore(invariant, api.EngineConfig(num_blocks=blocks, max_num_seqs=6, max_num_batched_tokens=512))
+        said[blocks] = [[(c.ids, c.logprobs) for c in answer.choices] for answer in collect(engine, requests)]
+        assert (engine.ledger.counters["preemptions"] > 0) == (blocks == 9)
+    assert said[64] == said[9]
+
+
+def test_class_bounded_replays_two_windows(checkpoint):
     model = load_model(checkpoint)
     engine = EngineCore(model, api.EngineConfig(num_blocks=64, max_num_batched_tokens=512, snapshot_bytes=0))
     ids = random.Random(4).choices(range(3, 270), k=300)
     params = api.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     first, second = (collect(engine, [api.EngineRequest(name, ids, [], params)])[0] for name in "ab")
     assert (first.cached_tokens, first.replay_rows) == (0, 0) and len(first.choices[0].ids) == 4
-    assert (second.cached_tokens, second.replay_rows) == (256, 16) and len(second.choices[0].ids) == 4
+    assert (second.cached_tokens, second.replay_rows) == (256, 32) and len(second.choices[0].ids) == 4
 
 
 def steps(engine):

@@ -27,6 +27,7 @@ from ..v41.cache import GROUP_ALIGNMENT, ROLLBACK, UNSET, Codec, Codecs, RecordC
 from .config import BLOCK_TOKENS, CSA, ModelConfig
 
 LATENT_GROUP = 64  # values per scale of a latent's FP8 part
+BOUNDED_WINDOWS = 2  # of replay in class `bounded`: half of a single one's rows would see too little (benchmarks/engine.md)
 
 
 # ------------------------------------------------------------------ entry formats
@@ -177,7 +178,7 @@ def cache_spec(config: ModelConfig, kv_store: str, numerics: str, batch_invarian
         state_bytes=layout.max_bytes,
         numerics=numerics,
         keep_rows=0,
-        replay_rows=exact if numerics == "exact" else max(config.sliding_window, overlap),
+        replay_rows=exact if numerics == "exact" else max(BOUNDED_WINDOWS * config.sliding_window, overlap),
         block_tokens=BLOCK_TOKENS,
     )
 

@@ -140,7 +140,7 @@ class Pass:
             if group.length == 1 and self.alone:
                 result.append(fresh[group.begin : group.end])
                 continue
-            old = ring.index_select(0, group.history).view(group.segments, width - 1, -1)
+            old = ring.index_select(0, group.history).view(group.segments, width - 1, ring.shape[1])
             new = fresh[group.begin : group.end].view(group.segments, group.length, -1)
             line = torch.cat([old, new], dim=1)
             result.append(line.unfold(1, width, 1).transpose(2, 3).flatten(0, 1) if group.length > 1 else line)
