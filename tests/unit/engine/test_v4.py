@@ -17,7 +17,9 @@ from headrace.engine.core import EngineCore
 from headrace.engine.llm import collect
 from headrace.engine.loader import load_model
 from headrace.engine.make_checkpoint import PRESETS, make_checkpoint, write_checkpoint
-from headrace.engine.models.v4.cache import LatentCodec, RotatedCodec, cache_spec, hadamard
+from headrace.engine.models.v4.cache import LatentCodec, RotatedCodec, cache_spec, codecs, hadamard
+from headrace.engine.models.v41.cache import paged_entries
+from headrace.kernels.kv_layouts import PagedKV
 
 FLASH = dict(
     architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4", vocab_size=129280, hidden_size=4096,
@@ -110,9 +112,30 @@ def test_records_keep_what_rounding_says():
     assert torch.equal(latent.round(values)[:, 448:], values[:, 448:].bfloat16().float())
     assert (latent.round(values)[:, :448] - values[:, :448]).abs().amax(1).lt(values[:, :448].abs().amax(1) / 16).all()
     assert torch.equal(index.decode(index.encode(values[:, :128])), index.round(values[:, :128]))
-    assert torch.allclose(
-        hadamard(128) @ hadamard(128), torch.eye(128), atol=1e-5
-    )  # so a rotated q and k have the same product
+    matrix = hadamard(torch.eye(128))  # symmetric and its own inverse: rotated queries and keys keep their product
+    assert torch.equal(matrix, matrix.T) and torch.allclose(matrix @ matrix, torch.eye(128), atol=1e-5)
+    assert torch.equal(matrix.abs(), torch.full((128, 128), 128**-0.5))
+
+
+def test_blocks_are_the_kernels_layouts():
+    """What the model writes is what `headrace.kernels` reads as `v4_fp8` and `index_fp4`, and the model reads it back."""
+    config = parse_config(FLASH | dict(num_hidden_layers=5))
+    spec, kinds = cache_spec(config, "quantized", "exact", False), codecs(config, "quantized")
+    kv = KVPool(spec, 3)
+    entries, groups = paged_entries(kv, kinds), {group.name: group for group in spec.groups}
+    for name, layout, dim in (("main.2", "v4_fp8", 512), ("main.3", "v4_fp8", 512), ("index.4", "index_fp4", 128)):
+        group = groups[name]
+        per_block = 128 // group.tokens_per_entry
+        count = 2 * per_block
+        number, table = torch.arange(count), torch.tensor([2, 0])
+        values = torch.randn(count, dim) * torch.logspace(-3, 2, count)[:, None]
+        block, place = table[number // per_block], number % per_block
+        entries[name].write(block, place, values)
+        stored = PagedKV(kv.data, layout, per_block, spec.block_bytes, group.offset, dim).read(block * per_block + place)
+        assert torch.equal(stored, (kinds.index if dim == 128 else kinds.main).round(values))
+        assert torch.equal(entries[name].read(block, place), stored)
+        assert torch.equal(entries[name].read_blocks(table[None])[0], stored)
+    assert not kv.data[1].any()
 
 
 def test_states_travel_at_any_position_and_drafts_leave_no_trace(invariant):

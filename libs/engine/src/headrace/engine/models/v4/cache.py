@@ -34,14 +34,15 @@ BOUNDED_WINDOWS = 2  # of replay in class `bounded`: half of a single one's rows
 
 
 class LatentCodec(Codec):
-    """A latent [..., dim] as FP8 with a UE8M0 scale per 64 values, its last `rope` channels as bf16, padded to 8 bytes."""
+    """A latent [..., dim]: FP8 values, the last `rope` channels as bf16, a UE8M0 scale per 64 values padded to 8 bytes."""
 
     def __init__(self, dim: int, rope: int) -> None:
         super().__init__(dim)
         self.rope, self.flat = rope, dim - rope
         self.group = math.gcd(self.flat, LATENT_GROUP)
         self.scales = self.flat // self.group if self.flat else 0
-        self.entry_bytes = -(-(self.flat + 2 * rope + self.scales) // 8) * 8
+        self.parts = (self.flat + 2 * rope, -(-self.scales // 8) * 8)  # at the released dimensions the kernels' `v4_fp8`
+        self.entry_bytes = sum(self.parts)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         parts = [values[..., self.flat :].to(torch.bfloat16).contiguous().view(torch.uint8)]
@@ -69,24 +70,26 @@ class LatentCodec(Codec):
 
 
 class RotatedCodec(RecordCodec):
-    """An index key or query, spread over its channels by a Hadamard matrix before it is rounded to FP4."""
+    """An index key or query, spread over its channels by a Hadamard transform before it is rounded to FP4."""
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, "index")
-        self.matrix = hadamard(dim)
-        self._pack, self._round = self.encode, super().round
-        self.encode = lambda values: self._pack(values.float() @ self.matrix)
+        self._pack = self.encode
+        self.encode = lambda values: self._pack(hadamard(values))
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
-        return self._round(values.float() @ self.matrix).to(values.dtype)
+        return super().round(hadamard(values)).to(values.dtype)
 
 
-def hadamard(n: int) -> torch.Tensor:
-    """Sylvester's matrix over sqrt(n), [n, n]; n a power of two."""
-    matrix = torch.ones(1, 1)
-    while matrix.shape[0] < n:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix * n**-0.5
+def hadamard(values: torch.Tensor) -> torch.Tensor:
+    """[..., n] times Sylvester's matrix over sqrt(n), n a power of two, fp32.
+
+    Sums and differences of pairs: a row's bits must not depend on how many rows there are, as a product's do."""
+    x, n, half = values.float(), values.shape[-1], 1
+    while half < n:
+        one, other = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        x, half = torch.stack([one + other, one - other], dim=-2).flatten(-3), 2 * half
+    return x * n**-0.5
 
 
 def codecs(config: ModelConfig, kv_store: str) -> Codecs:
@@ -167,6 +170,7 @@ def cache_spec(config: ModelConfig, kv_store: str, numerics: str, batch_invarian
         "batch_invariant": batch_invariant,
         "block_tokens": BLOCK_TOKENS,
         "groups": [asdict(group) for group in groups],
+        "entries": "planar",  # values of a block's entries, then their scales
         "state": [StateLayout.VERSION, asdict(layout)],
     }
     digest = hashlib.blake2b(json.dumps(meaning, sort_keys=True).encode(), digest_size=12).hexdigest()

@@ -75,8 +75,7 @@ class V4Model(nn.Module):
         c = self.config = config
         self.dtype, self.batch_invariant = dtype, batch_invariant
         self.spec: CacheSpec = cache_spec(c, kv_store, numerics, batch_invariant)
-        self.codecs = None
-        self._kv_store = kv_store
+        self.codecs = codecs(c, kv_store)
         self.row_multiple = 1  # set_row_rule
         self.vocab_size, self.hidden_size = c.vocab_size, c.hidden_size
         self.eos_token_ids, self.max_model_len = c.eos_token_id, c.max_position_embeddings
@@ -93,7 +92,6 @@ class V4Model(nn.Module):
 
     def finish_loading(self) -> None:
         """Build what follows from the config but is no weight (on the real device, not where weights were declared)."""
-        self.codecs = codecs(self.config, self._kv_store)
         self.ropes = {kind: RopeTable(rope_frequencies(self.config, kind)) for kind in (False, True)}
 
     def set_row_rule(self, row_multiple: int, tile: int) -> None:

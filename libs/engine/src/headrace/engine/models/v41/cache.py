@@ -37,6 +37,8 @@ ROLLBACK = 12  # positions a sequence may step back (rejected drafts of two step
 class Codec:
     """One kind of entry: fp32 [..., dim] <-> uint8 [..., entry_bytes]. This one stores plain fp32."""
 
+    parts: tuple[int, int] | None = None  # bytes of values and of scales, where a block holds all entries' values, then scales
+
     def __init__(self, dim: int) -> None:
         self.dim = dim
         self.entry_bytes = 4 * dim
@@ -63,6 +65,7 @@ class RecordCodec(Codec):
         self.entry_bytes = {"window": dim + dim // 32, "main": dim // 2 + dim // 16, "index": dim // 2 + dim // 32}[
             kind
         ]
+        self.parts = (dim // 2, dim // 32) if kind == "index" else None
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
         match self.kind:  # the same bits as decode(encode(values)), in a third of the time
@@ -179,15 +182,19 @@ class Entries:
 
 
 class PlanarEntries(Entries):
-    """Index records of a block: the values of all entries, then the scales of all, as the kernels read them."""
+    """Records of a block in parts: the values of all entries, then the scales of all, as the kernels read them."""
 
     def __init__(self, kv: KVPool, group: PagedGroup, codec: Codec) -> None:
         super().__init__(kv, group, codec)
-        values, scales = codec.dim // 2, codec.dim // 32
         self._parts = [
             part.unflatten(1, (self.per_block, -1))
-            for part in self._blocks.split([self.per_block * values, self.per_block * scales], dim=1)
+            for part in self._blocks.split([self.per_block * size for size in codec.parts], dim=1)
         ]  # views [blocks, per_block, bytes]
+        flat, begin = kv.data.view(-1), group.offset
+        self._rows_of_parts = []  # (rows as in `Entries`, of the part's first byte in a block, bytes)
+        for size in codec.parts:
+            self._rows_of_parts.append((flat.as_strided((flat.numel() - size + 1, size), (1, 1)), begin, size))
+            begin += self.per_block * size
 
     def write(self, block: torch.Tensor, place: torch.Tensor, values: torch.Tensor) -> None:
         record = self.codec.encode(values)
@@ -195,7 +202,11 @@ class PlanarEntries(Entries):
             part[block, place] = data
 
     def read(self, block: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        return self.codec.decode(torch.cat([part[block, place] for part in self._parts], dim=-1))
+        parts = []
+        for rows, begin, size in self._rows_of_parts:
+            address = block * self._stride + (place * size + begin)
+            parts.append(rows.index_select(0, address.flatten()).view(*address.shape, size))
+        return self.codec.decode(torch.cat(parts, dim=-1))
 
     def read_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         picked = [part.index_select(0, blocks.flatten()) for part in self._parts]
@@ -207,8 +218,7 @@ def paged_entries(kv: KVPool, kinds: Codecs) -> dict[str, Entries]:
     result = {}
     for group in kv.spec.groups:
         codec = getattr(kinds, group.name.split(".")[0])
-        planar = isinstance(codec, RecordCodec) and codec.kind == "index"
-        result[group.name] = (PlanarEntries if planar else Entries)(kv, group, codec)
+        result[group.name] = (PlanarEntries if codec.parts else Entries)(kv, group, codec)
     return result
 
 
