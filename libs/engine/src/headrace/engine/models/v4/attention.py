@@ -50,8 +50,11 @@ class Compressor(nn.Module):
             latent = self.norm(self._pool(self._members(done, projected, ring, shared)).to(u.dtype))
             phases = table(rows.positions[done] // s.ratio * s.ratio, rows.limit)  # at the entry's first token
             shared.paged[s.name].write(block, place, rotate(latent, phases)[:count])
-        kept = (rows.from_end <= s.ring).nonzero().squeeze(1)
-        ring[rows.slots[rows.piece_of[kept]], rows.positions[kept] % s.ring] = projected[kept]
+        cells = rows.slots[rows.piece_of] * s.ring + rows.positions % s.ring
+        if rows.pieces[-1].length > s.ring:  # a longer piece leaves only its last rows there
+            kept = (rows.from_end <= s.ring).nonzero().squeeze(1)
+            cells, projected = cells[kept], projected[kept]
+        ring.flatten(0, 1).index_copy_(0, cells, projected)
 
     def _project(self, u: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[T, d] -> (KV, score) fp32 [T, 2, width]; the score with its place in the group."""

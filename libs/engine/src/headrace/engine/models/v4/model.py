@@ -41,16 +41,17 @@ class Layer(nn.Module):
             self.register_parameter(f"hc_{sublayer}_base", nn.Parameter(torch.empty(mixes)))
             self.register_parameter(f"hc_{sublayer}_scale", nn.Parameter(torch.empty(3)))
 
-    def forward(self, streams: torch.Tensor, ids: torch.Tensor, ropes: dict[bool, RopeTable], shared: Pass) -> torch.Tensor:
-        """[padded, hc, d], token ids [padded] -> [padded, hc, d]."""
-        rows, compressed = shared.rows, self.attn.ratio > 0
-        shared.enter(rows)  # what the layer before has gathered is of no use here
+    def forward(
+        self, streams: torch.Tensor, ids: torch.Tensor, phases: torch.Tensor, table: RopeTable, shared: Pass
+    ) -> torch.Tensor:
+        """[padded, hc, d], token ids [padded], phases [padded, RD / 2] of this layer's RoPE -> [padded, hc, d]. `table`: of
+        compressed KV."""
+        shared.enter(shared.rows)  # what the layer before has gathered is of no use here
         pre, post, comb = mix(streams, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, self.config, self.tile)
         u = self.attn_norm(collapse(streams, pre))
-        if compressed:
-            self.attn.write_sources(u, ropes[True], shared)
-        attended = self.attn(u, ropes[compressed](rows.padded_positions, rows.limit), shared)
-        streams = expand(attended, streams, post, comb)
+        if self.attn.ratio:
+            self.attn.write_sources(u, table, shared)
+        streams = expand(self.attn(u, phases, shared), streams, post, comb)
         pre, post, comb = mix(streams, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, self.config, self.tile)
         x = self.ffn_norm(collapse(streams, pre))
         return expand(self.ffn(x, ids) if self.hashed else self.ffn(x), streams, post, comb)
@@ -120,8 +121,9 @@ class V4Model(nn.Module):
         ids = torch.tensor([t for piece in rows.pieces for t in segments[piece.index].ids], dtype=torch.int64)
         ids = F.pad(ids, (0, rows.padded - rows.count))
         streams = self.embed(ids).to(self.dtype).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        phases = {kind: table(rows.padded_positions, rows.limit) for kind, table in self.ropes.items()}
         for layer in self.layers:
-            streams = layer(streams, ids, self.ropes, shared)
+            streams = layer(streams, ids, phases[layer.attn.ratio > 0], self.ropes[True], shared)
         return self._outputs(streams, rows, segments)
 
     @torch.inference_mode()

@@ -79,6 +79,7 @@ class Rows:
         device: torch.device,
     ) -> None:
         self.device, self.block_tokens = device, block_tokens
+        self._entries: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # by ratio
         self.pieces = sorted(pieces, key=lambda piece: piece.length)
         self.limit = max(piece.stop for piece in self.pieces)
         self._index_rows(segments, row_multiple)
@@ -136,6 +137,11 @@ class Rows:
     def entries(self, ratio: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compressed entries that this pass completes and may write: the row that completes each, its physical block,
         and its place in the block, int64 [E] each."""
+        if ratio not in self._entries:
+            self._entries[ratio] = self._completed(ratio)
+        return self._entries[ratio]
+
+    def _completed(self, ratio: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         done = (self.positions % ratio == ratio - 1) & (self.positions - (ratio - 1) >= self.write_floors)
         rows = done.nonzero().squeeze(1)
         number, per_block = self.positions[rows] // ratio, self.block_tokens // ratio
