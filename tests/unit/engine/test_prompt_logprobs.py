@@ -68,6 +68,32 @@ def test_short_prompts_and_preemption():
     core.pool.check(core.owners())
 
 
+@pytest.mark.parametrize("numerics", ["exact", "bounded"])
+def test_prefill_tells_what_one_engine_tells(numerics):
+    """... and what it hands over is the same too: the output goes on as that of a prompt whose rows all ran everywhere."""
+    whole = collect(engine(numerics), [request("r", IDS, prompt_logprobs=3)])[0]
+    prefill, decode = engine(numerics, role="prefill", chunk_tokens=(7, 16)), engine(numerics, role="decode")
+    for name in ("first", "again"):
+        prefill.submit(request(name, IDS, prompt_logprobs=3))
+        told, done = [None], None
+        while prefill.has_work():
+            for event in prefill.step():
+                if isinstance(event, api.PromptScores):
+                    assert event.start == len(told)
+                    told += event.logprobs
+                elif isinstance(event, api.PrefillDone):
+                    done = event
+        assert told == whole.prompt_logprobs and (done.cached_tokens, done.computed_rows) == (0, len(IDS))
+        prefill.release(name)
+    reservation = decode.reserve("r", [], len(IDS))
+    decode.runner.kv.data[reservation.blocks] = prefill.runner.kv.data[done.block_table]
+    decode.admit(reservation, done.handoff, request("r", IDS))
+    ids = []
+    while decode.has_work():
+        ids += [i for event in decode.step() if isinstance(event, api.Tokens) for i in event.ids]
+    assert ids == whole.choices[0].ids
+
+
 def test_not_across_a_hand_off():
     prefill, decode = engine(), engine()
     reservation = decode.reserve("r", [], 5)

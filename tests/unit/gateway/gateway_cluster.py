@@ -36,13 +36,18 @@ def nats():
 
 
 class Worker(Service):
-    """Presence and loads of both roles. `refuse`: answer admissions or runs with it."""
+    """Presence, loads and output of both roles. `refuse`: answer admissions or runs with it."""
 
     credits = 64
     refuse: m.Refused | None = None
     mute = False  # answers no pings
     max_model_len = 4096
     checkpoint = "C"
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.lose = set()  # numbers of output messages that never arrive
+        self.sent: dict[str, int] = {}
 
     async def start(self):
         await super().start()
@@ -59,6 +64,11 @@ class Worker(Service):
         if self.mute:
             return asyncio.Event().wait()  # never answers
         return super()._ping(message)
+
+    def publish(self, gateway, entries):
+        seq = self.sent[gateway] = self.sent.get(gateway, 0) + 1
+        if seq not in self.lose:
+            self.bus.publish(subjects.out(gateway), m.Out(self.instance, self.epoch, seq, entries))
 
     def vanish(self):
         """Like SIGKILL: gone from the bus at once, without a word."""
@@ -77,14 +87,12 @@ class Decode(Worker):
         self.script = script  # ids that every request gets
         self.delay = 0.0  # seconds between tokens
         self.hold_at = -1  # wait before this token, until `go`
-        self.lose = set()  # numbers of output messages that never arrive
         self.keep = True  # output may be asked for again
         self.finish_last = True
         self.cached = 3  # prompt tokens that were not recomputed
         self.problem: m.Problem | None = None
         self.go = asyncio.Event()
         self.admits, self.cancels, self.resumes = [], [], []
-        self.sent: dict[str, int] = {}
         self.streams: dict[str, asyncio.Task] = {}
         self.done: dict[tuple[str, int, int], list[int]] = {}
 
@@ -125,11 +133,6 @@ class Decode(Worker):
         return m.Resumed([m.OutEntry(message.request, message.attempt, message.choice, message.start, m.pack_ids(left), None,
                                      "stop" if over else "", usage)])  # fmt: skip
 
-    def publish(self, gateway, entries):
-        seq = self.sent[gateway] = self.sent.get(gateway, 0) + 1
-        if seq not in self.lose:
-            self.bus.publish(subjects.out(gateway), m.Out(self.instance, self.epoch, seq, entries))
-
     def begin(self, run: m.Run):
         """Prefill has handed the prompt over."""
         admit = next(a for a in self.admits if (a.request, a.attempt) == (run.request, run.attempt))
@@ -157,8 +160,19 @@ class Decode(Worker):
                 prompt = m.Usage(admit.prompt_tokens - begun, 0, self.cached) if index == begun and not choice else None
                 logprobs = [m.TokenLogprob(token, -0.5, [(token, -0.5), (5, -2.0)])] if admit.sampling.logprobs >= 0 else None
                 entries.append(
-                    m.OutEntry(admit.request, admit.attempt, choice, index, m.pack_ids([token]), logprobs, finish, usage, None,
-                               len(script) if finish else 0, prompt)
+                    m.OutEntry(
+                        admit.request,
+                        admit.attempt,
+                        choice,
+                        index,
+                        m.pack_ids([token]),
+                        logprobs,
+                        finish,
+                        usage,
+                        None,
+                        len(script) if finish else 0,
+                        prompt,
+                    )
                 )
             self.publish(admit.gateway, entries)
             await asyncio.sleep(self.delay)
@@ -180,10 +194,20 @@ class Prefill(Worker):
         self.cancels.append(message)
         return m.Done("cancelled")
 
+    def score(self, run: m.Run):
+        """Log-probabilities of the prompt's tokens, three at a time: minus a hundredth of the token's place."""
+        ids, most = m.unpack_ids(run.ids), run.prompt_logprobs
+        for start in range(1, len(ids), 3):
+            some = [m.TokenLogprob(ids[p], -p / 100, [(7 + i, -i / 10) for i in range(most)])
+                    for p in range(start, min(start + 3, len(ids)))]  # fmt: skip
+            self.publish(run.gateway, [m.OutEntry(run.request, run.attempt, 0, 0, b"", scores=m.Scores(start, some))])
+
     def run(self, message: m.Run):
         self.runs.append(message)
         if self.refuse is not None:
             return self.refuse
+        if message.prompt_logprobs >= 0:
+            self.score(message)
         if not self.silent:
             self.decodes[message.decode].begin(message)
         return m.Accepted(self.load())

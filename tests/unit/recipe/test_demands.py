@@ -29,10 +29,11 @@ def test_what_is_not_served_is_refused_by_name(name, protocol):
         ask(protocol, **{name: neutral})
 
 
-def test_echo_with_logprobs_is_refused():
-    ask("completions", echo=True)
-    with pytest.raises(RecipeError, match="`echo` with `logprobs` is not served"):
-        ask("completions", echo=True, logprobs=0)
+def test_echo_with_logprobs_asks_for_those_of_the_prompt_too():
+    assert ask("completions", echo=True).extras == {"echo": True}
+    parsed = ask("completions", echo=True, logprobs=0)
+    assert parsed.extras == {"echo": True, "echo_logprobs": 0} and parsed.sampling.prompt_logprobs is None
+    assert ask("chat", prompt_logprobs=3).sampling.prompt_logprobs == 3
 
 
 def test_what_responses_alone_do_not_serve():

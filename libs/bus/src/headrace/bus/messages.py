@@ -73,6 +73,7 @@ class Sampling(Part):
     n: int = 1
     logit_bias: dict[int, float] = {}
     grammar: Grammar | None = None
+    prompt_logprobs: int = -1  # the same as logprobs, of the prompt's tokens; whoever computes the prompt sends them (`Scores`)
 
 
 class Load(Part):
@@ -219,6 +220,7 @@ class Run(Message):
     traceparent: str = ""
     images: list[ImageSpan] = []
     vision: str = ""  # the instance that identified them
+    prompt_logprobs: int = -1  # of Sampling
 
 
 class Accepted(Message):
@@ -309,7 +311,7 @@ class TicketStatus(Message):
     ticket: str
 
 
-# ---------------------------------------------------------------- decode -> gateway (subject out.<gateway>)
+# ---------------------------------------------------------------- decode, prefill -> gateway (subject out.<gateway>)
 
 
 class TokenLogprob(Part):
@@ -318,8 +320,16 @@ class TokenLogprob(Part):
     top: list[tuple[int, float]] = []
 
 
+class Scores(Part):
+    """Log-probabilities of prompt tokens, of the positions from `start` on. A prompt's come in order, in several parts."""
+
+    start: int
+    logprobs: list[TokenLogprob]
+
+
 class OutEntry(Part):
-    """Tokens of one choice of one attempt. `index` is the position of the first one in the choice's output."""
+    """Tokens of one choice of one attempt. `index` is the position of the first one in the choice's output. One with `scores`
+    has nothing else; it comes before the first token, from whoever computes the prompt."""
 
     request: str
     attempt: int
@@ -332,6 +342,7 @@ class OutEntry(Part):
     problem: Problem | None = None  # ends the attempt; no token follows
     sampled: int = 0  # with `finish`: tokens of this choice that count, an EOS that is not among `ids` included
     prompt: Usage | None = None  # with the first token of the request: its prompt's part
+    scores: Scores | None = None
 
 
 class Out(Message):

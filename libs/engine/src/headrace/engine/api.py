@@ -111,7 +111,7 @@ class SamplingParams:
     n: int = 1
     logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits of these tokens, -100 to 100
     grammar: Grammar | None = None
-    prompt_logprobs: int = -1  # the same of every prompt token; where the prompt is computed only, not across a hand-off
+    prompt_logprobs: int = -1  # the same of every prompt token; told where the prompt is computed
 
     def check(self, vocab_size: int | None = None) -> None:
         """ValueError names the parameter, its value and its range."""

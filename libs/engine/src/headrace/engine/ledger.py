@@ -71,7 +71,7 @@ class Ledger:
         if request.images:
             check_images(request.images, n)
         self._arrivals += 1
-        scored = request.sampling.prompt_logprobs >= 0 and not prefill_only
+        scored = request.sampling.prompt_logprobs >= 0
         return Sequence(
             request,
             ids,

@@ -98,7 +98,7 @@ class Sequence:
     @property
     def scored(self) -> bool:
         """Every prompt token's log-probability is wanted: all rows are computed, through all layers, from the first on."""
-        return self.request.sampling.prompt_logprobs >= 0 and not self.prefill_only
+        return self.request.sampling.prompt_logprobs >= 0
 
     @property
     def prefilling(self) -> bool:

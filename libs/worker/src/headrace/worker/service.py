@@ -29,6 +29,7 @@ from .settings import WorkerSettings
 LEASE_SECONDS = 2.0  # silence of a peer after which work that depends on it ends
 PAGE = 16_384  # hashes in one answer of `blocks`
 GATEWAYS = 256  # whose output is counted
+SCORES = 512  # prompt tokens whose log-probabilities go in one message: 170 KB where each names 20 others
 
 
 class WorkerService(Service):
@@ -322,6 +323,13 @@ class Outbox:
         self.add(gateway, entry)
         if self._soon is None:
             self._soon = asyncio.get_running_loop().call_soon(self.flush)
+
+    def scores(self, gateway: str, request: str, attempt: int, event: api.PromptScores) -> None:
+        """Log-probabilities of a prompt, at once and in messages of a bounded size."""
+        for at in range(0, len(event.logprobs), SCORES):
+            part = m.Scores(event.start + at, [m.TokenLogprob(*entry) for entry in event.logprobs[at : at + SCORES]])
+            self.add(gateway, m.OutEntry(request, attempt, 0, 0, b"", scores=part))
+            self.flush()
 
     def flush(self) -> None:
         self._soon = None

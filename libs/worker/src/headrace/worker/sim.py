@@ -421,6 +421,9 @@ class SimEngine:
         if stop < sequence.prompt:
             return
         self._prefilling.remove(sequence)
+        if (most := request.sampling.prompt_logprobs) >= 0:
+            scores = [_logprob(token, most) for token in sequence.tokens[1 : sequence.prompt]]
+            events.append(api.PromptScores(request.request, 1, scores))
         boundary = stop // BLOCK * BLOCK
         if boundary > sequence.cached:
             key = hashes[boundary // BLOCK - 1]

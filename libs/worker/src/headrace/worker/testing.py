@@ -196,6 +196,7 @@ class Result:
     request: str
     ids: list[list[int]] = field(default_factory=list)
     logprobs: list[list[tuple]] = field(default_factory=list)
+    scores: list[tuple] = field(default_factory=list)  # of the prompt, from its second token on
     finish: list[str] = field(default_factory=list)
     usage: m.Usage | None = None
     problem: m.Problem | None = None
@@ -231,6 +232,9 @@ class _Stream:
         if entry.problem is not None:
             result.problem = entry.problem
             return self.end()
+        if entry.scores is not None:
+            result.scores += [(p.token, p.logprob, p.top) for p in entry.scores.logprobs]
+            return
         have = len(result.ids[choice])
         if entry.index > have:
             self.gap = (choice, have)
@@ -359,7 +363,10 @@ class TestGateway(Service):
             if isinstance(admitted, m.Refused):
                 result.refused = admitted
                 return result
-            run = m.Run(request, 0, self.instance, decode, admitted.have, packed, hashes, namespace, deadline)
+            run = m.Run(
+                request, 0, self.instance, decode, admitted.have, packed, hashes, namespace, deadline,
+                prompt_logprobs=sampling.prompt_logprobs,
+            )  # fmt: skip
             accepted = await self.bus.ask(f"headrace.{'decode' if both else 'prefill'}.{prefill}.run", run, COMMAND_SECONDS)
             if isinstance(accepted, m.Refused):
                 result.refused = accepted

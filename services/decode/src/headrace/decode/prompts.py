@@ -50,6 +50,8 @@ class Prompts:
         ids, store = m.unpack_ids(message.ids), service.store
         service.trace.event(message.request, "decode.prompt", tokens=len(ids), have=len(request.pins))
         usable = request.hashes[: (len(ids) - 1) // service.engine.info.block_tokens]
+        if request.sampling.prompt_logprobs >= 0:  # every row is computed
+            usable = []
         fetch = usable and store.wanted(usable, min(len(request.pins), len(usable)), len(ids))
         if fetch or message.images:
             task = asyncio.create_task(self._gather_and_submit(request, message, ids, usable if fetch else []))
@@ -87,7 +89,8 @@ class Prompts:
         images: list[api.ImageSpan] = []
         if run.images:
             try:
-                images = await service.sight.see(run, len(request.pins), request.deadline)
+                resident = len(request.pins) if request.sampling.prompt_logprobs < 0 else 0
+                images = await service.sight.see(run, resident, request.deadline)
             except VisionError as error:
                 if request.phase is Phase.CREDIT:
                     service.problem(request, 500 if error.code == "vision_failed" else 503, f"prefill_{error.code}", str(error))

@@ -102,5 +102,6 @@ def sampling_params(wire: m.Sampling) -> api.SamplingParams:
         logprobs=wire.logprobs,
         n=wire.n,
         logit_bias=wire.logit_bias,
+        prompt_logprobs=wire.prompt_logprobs,
         grammar=None if (g := wire.grammar) is None else api.Grammar(g.kind, g.text, g.after, g.optional),
     )

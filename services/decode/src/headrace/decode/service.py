@@ -13,7 +13,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 from zlib import crc32
 
@@ -373,7 +373,7 @@ class DecodeService(WorkerService):
                 request=request.key,
                 ids=handoff.ids,
                 hashes=request.hashes,
-                sampling=request.sampling,
+                sampling=replace(request.sampling, prompt_logprobs=-1),  # prefill told them
                 namespace=admit.namespace,
                 priority=admit.priority,
                 deadline=request.deadline,
@@ -410,6 +410,9 @@ class DecodeService(WorkerService):
                 request = self.requests.get(event.request)
                 if request is not None:
                     self._tokens(request, event)
+            elif kind is api.PromptScores:
+                if (request := self.requests.get(event.request)) is not None:
+                    self.outbox.scores(request.admit.gateway, request.admit.request, request.admit.attempt, event)
             elif kind is api.PromptDone:
                 request = self.requests.get(event.request)
                 if request is not None and request.computing:

@@ -46,6 +46,7 @@ HASHERS = 1024  # block hashers kept, one per layout and namespace
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 LARGE_BODY = 1 << 20  # bytes; larger ones are counted
+PROMPT_LOGPROBS = 1 << 15  # in one answer: the loop stands still while they are written, a quarter of a second at most
 UNKNOWN_LIMIT = 1 << 20  # tokens, where no worker says how much it takes
 log = structlog.get_logger("headrace.gateway")
 
@@ -294,6 +295,8 @@ class Api:
             raise errors.empty_prompt()
         sampling = self._sampling(parsed)
         sampling.max_tokens = parsed.resolve_max_tokens(len(ids), self._gateway.models.limit(group))
+        if len(ids) * (sampling.prompt_logprobs + 1) > PROMPT_LOGPROBS:
+            raise errors.too_many_logprobs(len(ids), sampling.prompt_logprobs, PROMPT_LOGPROBS)
         priority = parsed.extras.get("priority")
         record = Record(
             # One HTTP request is one request on the bus, save for the further prompts of a batch.
@@ -317,6 +320,7 @@ class Api:
         """Recipe's resolved sampling as workers read it; what was not said is as the checkpoint recommends, else the wire's
         default, and a seed is drawn."""
         said = parsed.sampling
+        asked = [most for most in (said.prompt_logprobs, parsed.extras.get("echo_logprobs")) if most is not None]
         wire = m.Sampling(
             seed=self._random.getrandbits(63) if said.seed is None else said.seed,
             stop_token_ids=said.stop_token_ids,
@@ -324,6 +328,7 @@ class Api:
             logprobs=(said.top_logprobs or 0) if said.logprobs else -1,
             n=said.n,
             logit_bias=said.logit_bias,
+            prompt_logprobs=-1 if not asked else max(asked),
         )
         for name in _OPTIONAL:
             value = getattr(said, name)

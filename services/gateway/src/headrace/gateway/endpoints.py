@@ -91,6 +91,7 @@ def _chat(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
         writer(
             StreamParser(parsed.parsing, context.tokenizer), f"chatcmpl-{context.request_id}", parsed.model, context.created,
             settings.dialect, parsed.include_usage, index=index, reasoning_alias=bool(alias),
+            prompt_logprobs=parsed.sampling.prompt_logprobs,
         )
         for index in range(parsed.sampling.n)
     ]  # fmt: skip
@@ -108,6 +109,7 @@ def _completions(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
             writer(
                 StreamParser(parsed.parsing, context.tokenizer), f"cmpl-{context.request_id}", parsed.model, context.created,
                 "open", parsed.include_usage, index=number * n + choice, echo=echo,
+                echo_logprobs=parsed.extras.get("echo_logprobs"), prompt_logprobs=parsed.sampling.prompt_logprobs,
             )
             for choice in range(n)
         ]  # fmt: skip

@@ -48,6 +48,13 @@ def invalid(message: str, param: str | None = None) -> GatewayError:
     return GatewayError(message, status=400, param=param)
 
 
+def too_many_logprobs(tokens: int, most: int, limit: int) -> GatewayError:
+    return invalid(
+        f"log-probabilities of {tokens} prompt tokens with {most} others each are {tokens * (most + 1)}; an answer has at most "
+        f"{limit}: ask for fewer, or for a shorter prompt's", "prompt_logprobs",
+    )  # fmt: skip
+
+
 def empty_prompt() -> GatewayError:
     return invalid("the prompt is empty: it must have at least one token", "prompt")
 

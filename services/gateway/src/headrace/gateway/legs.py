@@ -46,7 +46,7 @@ class Legs:
         prompt, settings = record.prompt, self._settings
         message = m.Admit(
             record.request, record.attempt, self._gateway, self._epoch, len(prompt.ids), b"".join(prompt.hashes),
-            record.namespace, record.sampling, record.remaining(), record.priority, record.client_id, record.traceparent,
+            record.namespace, record.wanted, record.remaining(), record.priority, record.client_id, record.traceparent,
             record.images, prompt.output, record.first_choice,
         )  # fmt: skip
         seconds = settings.command_seconds if record.sampling.grammar is None else settings.grammar_seconds
@@ -58,6 +58,7 @@ class Legs:
             record.request, record.attempt, self._gateway, decode, have, prompt.ids.tobytes(), b"".join(prompt.hashes),
             record.namespace, record.remaining(), record.priority, record.client_id, record.traceparent,
             record.images, record.seen.vision if record.seen else "",
+            record.wanted.prompt_logprobs,
         )  # fmt: skip
         self._ask(record, prefill, "run", message, self._settings.command_seconds, heard)
 

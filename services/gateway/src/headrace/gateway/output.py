@@ -70,6 +70,11 @@ class Output:
         number = entry.choice
         if record.state.phase not in TAKES_OUTPUT or number >= len(record.choices) or record.choices[number].finished:
             return
+        if entry.scores is not None:
+            return record.add_scores(entry.scores)
+        if record.lacks_scores and record.state.phase in BEFORE_OUTPUT:  # their message was lost, and nobody can repeat it
+            lost = m.Problem(503, "failed", "log-probabilities of the prompt were lost on the way")
+            return self._dispatcher.happens(record, request.Problem(entry.attempt, record.state.prefill, lost))
         if entry.prompt is not None and record.prompt_usage is None:
             record.prompt_usage = entry.prompt
         if entry.usage is not None:
@@ -91,6 +96,8 @@ class Output:
             ids, logprobs = ids[skip:], logprobs[skip:] if logprobs is not None else None
         record.outputs[number] += ids
         if record.state.phase in BEFORE_OUTPUT:
+            if record.wants_scores:
+                record.sink.scores(record.ids[0], record.scores)
             self._dispatcher.first_output(record)
         kept = record.sink.tokens(number, ids, logprobs)
         if kept < 0 and not finish:
@@ -117,6 +124,8 @@ class Output:
     def _unknown(self, instance: str, entry: m.OutEntry) -> None:
         """Output of an attempt that is not ours, or not any more (its worker was thought dead): make it stop, once."""
         if self._legs.was_told(entry.request, entry.attempt) or entry.finish or entry.problem is not None:
+            return
+        if entry.scores is not None:  # perhaps from prefill, which is told by whoever ended the attempt
             return
         self._counters["unknown_outputs"] += 1
         self._legs.cancel("decode", instance, m.Cancel(entry.request, entry.attempt, "failed"))

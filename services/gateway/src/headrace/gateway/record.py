@@ -32,6 +32,9 @@ class Sink(Protocol):
     def tokens(self, choice: int, ids: array, logprobs: list[m.TokenLogprob] | None) -> int:
         """New tokens of a choice. -> -1, or how many tokens of the choice count, because a text stop ended it here."""
 
+    def scores(self, first: int, scores: list[m.TokenLogprob]) -> None:
+        """Log-probabilities of the prompt's tokens behind `first`, before any output, where they were asked for."""
+
     def finish(self, choice: int, reason: str, last: bool) -> None:
         """A choice is over. `last`: all are; `end` follows, with the usage that belongs to the last one."""
 
@@ -63,7 +66,7 @@ class Record:
     __slots__ = (
         "arrival", "asked", "choices", "client_id", "deadline", "done", "first_choice", "group", "hashes", "ids", "look_again",
         "namespace", "origin", "outputs", "pair", "parts", "priority", "prompt", "prompt_usage", "received", "request",
-        "sampling", "seen", "sink", "slot", "state", "traceparent", "usage",
+        "sampling", "scores", "scores_of", "seen", "sink", "slot", "state", "traceparent", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +93,8 @@ class Record:
         self.seen: Seen | None = None  # its images; they go with every attempt
         self.look_again: Callable[[Seen], Awaitable[None]] | None = None  # have them identified once more
 
+        self.scores: list[m.TokenLogprob] = []  # of the prompt's tokens from the second on, as far as they came
+        self.scores_of = 0  # the attempt that they are of
         self.choices = [Choice() for _ in range(sampling.n)]
         self.outputs = [array("I") for _ in range(sampling.n)]  # their tokens so far, from whichever attempts
         self.prompt = Prompt(ids, hashes, 0)
@@ -110,6 +115,30 @@ class Record:
     @property
     def images(self) -> list[m.ImageSpan]:
         return self.seen.spans if self.seen else []
+
+    @property
+    def wants_scores(self) -> bool:
+        """The attempt that gives the first token gives the prompt's log-probabilities too."""
+        return self.sampling.prompt_logprobs >= 0 and not self.state.begun
+
+    @property
+    def wanted(self) -> m.Sampling:
+        """What the next attempt is asked for."""
+        if self.sampling.prompt_logprobs < 0 or self.wants_scores:
+            return self.sampling
+        return msgspec.structs.replace(self.sampling, prompt_logprobs=-1)
+
+    @property
+    def lacks_scores(self) -> bool:
+        come = len(self.scores) if self.scores_of == self.attempt else 0
+        return self.wants_scores and come < len(self.ids) - 1
+
+    def add_scores(self, part: m.Scores) -> None:
+        """Of the attempt under way. What comes twice, or behind a part that was lost, is nothing."""
+        if self.scores_of != self.attempt:
+            self.scores_of, self.scores = self.attempt, []
+        if part.start == len(self.scores) + 1:
+            self.scores += part.logprobs
 
     def expect(self) -> None:
         """Another attempt: from the first token on, or from behind what was output."""

@@ -7,6 +7,7 @@ has one `Part` per prompt.
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections.abc import Callable
@@ -125,6 +126,11 @@ class Part:
             self._ids[choice] += ids
         parser = stream.parser
         return -1 if parser.stopped is None else parser.kept_tokens
+
+    def scores(self, first: int, scores: list[m.TokenLogprob]) -> None:
+        entries = [(first, math.nan, []), *((entry.token, entry.logprob, entry.top) for entry in scores)]
+        for stream in self._streams:
+            stream.prompt_scores = entries
 
     def finish(self, choice: int, reason: str, last: bool) -> None:
         if last:

@@ -138,7 +138,8 @@ class PrefillService(WorkerService):
     async def _work(self, job: Job) -> None:
         """Everything up to the flag. The commit and what follows is the ticket's machine (`_carry`)."""
         await self._identify(job)
-        await self._lookup(job)
+        if job.run.prompt_logprobs < 0:  # else every row is computed
+            await self._lookup(job)
         if job.run.images:
             await self._see(job)
         self._submit(job)
@@ -208,7 +209,7 @@ class PrefillService(WorkerService):
             request=job.key,
             ids=job.ids,
             hashes=job.hashes,
-            sampling=_NO_SAMPLING,
+            sampling=api.SamplingParams(prompt_logprobs=run.prompt_logprobs),
             namespace=run.namespace,
             priority=run.priority,
             deadline=job.deadline,
@@ -498,6 +499,8 @@ class PrefillService(WorkerService):
                     replay_rows=event.replay_rows, cached_tokens=event.cached_tokens, snapshot=event.snapshot_hit,
                 )  # fmt: skip
                 job.wake()
+            elif kind is api.PromptScores:
+                self.outbox.scores(job.run.gateway, job.run.request, job.run.attempt, event)
             elif kind is api.BlocksFilled:
                 self.store.fill(event, job.run.namespace, job.run.request)
             elif kind is api.SnapshotTaken:
@@ -634,6 +637,3 @@ class PrefillService(WorkerService):
                 self._hashers.clear()
             hasher = self._hashers[namespace] = BlockHasher(self.engine.info.layout_id, namespace)
         return hasher
-
-
-_NO_SAMPLING = api.SamplingParams()  # prefill samples nothing

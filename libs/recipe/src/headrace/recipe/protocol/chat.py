@@ -300,6 +300,7 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
     parsed = _convert(request, options, read_open_fields(value))
     demands.apply(parsed, demands.structured(value))
     parsed.sampling.logit_bias = demands.logit_bias(value)
+    parsed.sampling.prompt_logprobs = demands.prompt_logprobs(value, request.stream)
     parsed.parallel_tool_calls = request.parallel_tool_calls is not False
     return parsed
 

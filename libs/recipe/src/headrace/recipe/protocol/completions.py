@@ -83,8 +83,6 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
         raise RecipeError(
             "suffix needs a text prompt; token ids can spell the fill-in-the-middle tokens themselves", param="suffix"
         )
-    if request.echo and request.logprobs is not None:
-        raise RecipeError("`echo` with `logprobs` is not served: a prompt has no log-probabilities here", param="logprobs")
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     common.check_stops(stops, "stop", single=isinstance(request.stop, str))
     if request.stream_options is not None and not request.stream:
@@ -92,10 +90,13 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
     sampling = _sampling(request, stops, options)
     demands.check_served(value, sampling.n)
     sampling.logit_bias = demands.logit_bias(value)
+    sampling.prompt_logprobs = demands.prompt_logprobs(value, request.stream)
     apply_open(sampling, fields)
     extras = open_extras(fields)
     if request.echo:
         extras["echo"] = True
+        if request.logprobs is not None:  # those of the prompt are told too, as those of the output are
+            extras["echo_logprobs"] = request.logprobs
     if request.suffix is not None:
         extras["suffix"] = request.suffix
     if getattr(request.stream_options, "continuous_usage_stats", None):

@@ -18,6 +18,7 @@ from .request import OutputConstraint, ParsedRequest
 
 MAX_BIASES = 1024
 MAX_CHOICES = 4096
+MAX_LOGPROBS = 20
 
 # Fields that would change what is generated, with the values that ask for nothing. null always does.
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
@@ -41,7 +42,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,),
     "prediction": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "regex": (),
     "skip_special_tokens": (True,),
     "stop_regex": ([],),
@@ -52,7 +52,8 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
-RESPONSES_NOT_SERVED = {"conversation": (), "max_tool_calls": (), "prompt": ()}  # of Responses alone
+MESSAGES_NOT_SERVED: dict[str, tuple[Any, ...]] = {"prompt_logprobs": ()}
+RESPONSES_NOT_SERVED = {"conversation": (), "max_tool_calls": (), "prompt": (), "prompt_logprobs": ()}
 INSTEAD = {
     "conversation": "use previous_response_id", "prompt": "send the prompt's text in input",
     "ebnf": "use structured_outputs.grammar", "regex": "use structured_outputs.regex",
@@ -104,6 +105,19 @@ def logit_bias(body: dict[str, Any]) -> dict[int, float]:
             raise RecipeError(f"`logit_bias` of token {token} must be a number from -100 to 100", param="logit_bias")
         out[int(token)] = float(bias)
     return out
+
+
+def prompt_logprobs(body: dict[str, Any], stream: bool | None) -> int | None:
+    """How many of the likeliest tokens are told beside each prompt token (vLLM's field); None: none, nor its own. Raises
+    RecipeError."""
+    value = body.get("prompt_logprobs")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_LOGPROBS:
+        raise RecipeError(f"`prompt_logprobs` must be from 0 to {MAX_LOGPROBS}; got {value!r}", param="prompt_logprobs")
+    if stream:
+        raise RecipeError("`prompt_logprobs` are not told in a stream; leave out `stream`", param="prompt_logprobs")
+    return value
 
 
 def structured(body: dict[str, Any]) -> Wanted | None:

@@ -269,7 +269,7 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
     value = common.parse_body(body)
     if options.dialect == "official":
         return _convert(_read(value), options, None)
-    demands.check_served(value, 1)
+    demands.check_served(value, 1, demands.MESSAGES_NOT_SERVED)
     request = _read_open(_client_tools(value))
     parsed = _convert(request, options, read_open_fields(value))
     _bind_tools(parsed, value, request.tool_choice)

@@ -74,6 +74,7 @@ class Sampling(msgspec.Struct):
     top_logprobs: int | None = None
     n: int = 1
     logit_bias: dict[int, float] = {}
+    prompt_logprobs: int | None = None
 
 
 class ParsedRequest(msgspec.Struct):

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..jsontext import compact
 from .parser import Event, FinishReason, StreamParser
-from .reply import Detailed, Dialect, ReplyStream, data_event, json_string, logprob_entries
+from .reply import Detailed, Dialect, ReplyStream, data_event, json_string, logprob_entries, prompt_logprobs
 
 _TAIL = b',"logprobs":null,"finish_reason":null}]'
 
@@ -30,16 +30,18 @@ class ChatStream(ReplyStream):
         index: int = 0,
         reasoning_alias: bool = False,
         system_fingerprint: str | None = None,
+        prompt_logprobs: int | None = None,
     ):
         super().__init__(parser, id, model, created, dialect, include_usage)
         self.index = index
         self.reasoning_alias = reasoning_alias
         self.system_fingerprint = system_fingerprint
+        self.prompt_logprobs = prompt_logprobs  # None: not asked for
         self._logprobs: dict[str, list[dict[str, Any]]] = {}
         self._envelope()
 
     def accumulate(self) -> dict[str, Any]:
-        return {
+        body = {
             "id": self.id,
             "object": "chat.completion",
             "created": self.created,
@@ -48,6 +50,9 @@ class ChatStream(ReplyStream):
             "usage": self.usage_object(),
             "system_fingerprint": self.system_fingerprint,
         }
+        if self.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(self.prompt_scores, self.prompt_logprobs, self.parser.tokenizer)
+        return body
 
     def choice(self) -> dict[str, Any]:
         """The one choice of this reply, for replies that gather several."""

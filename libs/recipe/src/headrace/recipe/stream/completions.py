@@ -1,14 +1,16 @@
 """OpenAI text completions: chunks and the whole completion."""
 
+import math
 from typing import Any
 
 from ..jsontext import compact
 from .parser import Event, FinishReason, Logprob, StreamParser
-from .reply import Detailed, Dialect, ReplyStream, float32, json_string, token_text
+from .reply import Detailed, Dialect, ReplyStream, float32, json_string, prompt_logprobs, token_text
 
 
 class CompletionStream(ReplyStream):
-    """Writes text_completion chunks. `echo`: the prompt's text, which the reply repeats first."""
+    """Writes text_completion chunks. `echo`: the prompt's text, which the reply repeats first, with log-probabilities where
+    `echo_logprobs` says how many; `prompt_logprobs`: of vLLM's field of that name, in each choice."""
 
     protocol = "completions"
 
@@ -23,11 +25,14 @@ class CompletionStream(ReplyStream):
         *,
         index: int = 0,
         echo: str = "",
+        echo_logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ):
         super().__init__(parser, id, model, created, dialect, include_usage)
         self.index = index
         self.echo = echo
-        self._offset = len(echo)  # characters before the next token, for logprobs
+        self.echo_logprobs, self.prompt_logprobs = echo_logprobs, prompt_logprobs
+        self._offset = 0 if echo_logprobs is not None else len(echo)  # characters before the next token, for logprobs
         self._logprobs: dict[str, list[Any]] = {}
         head = {"id": id, "object": "text_completion", "created": created, "model": model}
         self._base = b"data: " + compact(head)[:-1].encode()
@@ -46,12 +51,15 @@ class CompletionStream(ReplyStream):
 
     def choice(self) -> dict[str, Any]:
         """The one choice of this reply, for replies that gather several."""
-        return {
+        choice = {
             "index": self.index,
             "text": self.echo + "".join(self.content),
             "logprobs": self._logprobs or None,
             "finish_reason": self.finish_reason,
         }
+        if self.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self.prompt_scores, self.prompt_logprobs, self.parser.tokenizer)
+        return choice
 
     def usage_object(self) -> dict[str, Any]:
         """Usage in OpenAI's words, with DeepSeek's cache counters."""
@@ -71,7 +79,13 @@ class CompletionStream(ReplyStream):
         return b"data: " + as_recipe_error(error).body("completions") + b"\n\n"
 
     def _open(self) -> bytes:
-        return self._chunk(self.echo, None, None) if self.echo else b""
+        if not self.echo:
+            return b""
+        if self.echo_logprobs is None:
+            return self._chunk(self.echo, None, None)
+        lists = self._legacy([(token, logprob, top[: self.echo_logprobs]) for token, logprob, top in self.prompt_scores])
+        self._offset = len(self.echo)
+        return self._chunk(self.echo, lists, None)
 
     def _chunk(self, text: str, logprobs: dict[str, list[Any]] | None, reason: str | None) -> bytes:
         tail = compact({"logprobs": logprobs, "finish_reason": reason})[1:].encode()
@@ -92,9 +106,11 @@ class CompletionStream(ReplyStream):
             text = token_text(tokenizer.token_bytes(token_id))
             lists["tokens"].append(text)
             lists["token_logprobs"].append(float32(logprob))
-            lists["top_logprobs"].append({token_text(tokenizer.token_bytes(i)): float32(value) for i, value in top})
+            others = {token_text(tokenizer.token_bytes(i)): float32(value) for i, value in top}
+            lists["top_logprobs"].append(None if math.isnan(logprob) else others)
             lists["text_offset"].append(self._offset)
-            self._offset += len(text)
+            if not math.isnan(logprob) or self.echo.startswith(text):  # else the BOS before a prompt's text
+                self._offset += len(text)
         for key, values in lists.items():
             self._logprobs.setdefault(key, []).extend(values)
         return lists

@@ -67,6 +67,7 @@ class ReplyStream:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[ToolCallReply] = []
+        self.prompt_scores: list[Logprob] = []  # of the prompt's tokens; the first has none (NaN)
         self._opened = False
 
     def first(self, usage: Usage | None = None) -> bytes:
@@ -257,6 +258,21 @@ def logprob_entries(logprobs: list[Logprob], tokenizer: Tokenizer) -> list[dict[
         }
         for token_id, logprob, top in logprobs
     ]
+
+
+def prompt_logprobs(scores: list[Logprob], most: int, tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: per prompt token an object of token ids, its own and the `most` likeliest; null for the first.
+    `rank` is 1 for the likeliest, and null for a token that is not among those that were asked for."""
+    out: list[dict[str, Any] | None] = [None]
+    for token, logprob, top in scores[1:]:
+        entries = {token: (logprob, None)} | {other: (value, rank) for rank, (other, value) in enumerate(top[:most], 1)}
+        out.append(
+            {
+                str(other): {"logprob": float32(value), "rank": rank, "decoded_token": token_text(tokenizer.token_bytes(other))}
+                for other, (value, rank) in entries.items()
+            }
+        )
+    return out
 
 
 def float32(value: float) -> float | None:
