@@ -102,7 +102,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     ),
     "denied-ticket": (
         Mutation("prefill said that it would never write for a ticket, and does when its bind is answered late (where no fence "
-                 "stops it)", PrefillService, "_bind", "if ticket.ticket in self.denied:", "if False:"),
+                 "stops it)", PrefillService, "_bound", "if ticket.ticket in self.denied:", "if False:"),
         NO_FENCE,
     ),
     "index": (

@@ -19,13 +19,15 @@ from headrace.gateway import choice, request
 from headrace.kv.grants import effects as fx
 from headrace.kv.grants import events as ev
 from headrace.kv.grants import owner, pins, store, writer
+from headrace.prefill import attempt as prefill
 
 DOC = Path(__file__).parents[2] / "docs" / "handoff.md"
 PHASES = {
     "owner": owner.PHASES, "writer": (*writer.PHASES, *(f"{p}, in flight" for p in ("writing", *writer.STOPPED))),
     "store": store.PHASES, "held": pins.HELD_PHASES, "reading": pins.READING_PHASES,
 }  # fmt: skip
-REQUESTS = {"decode": "decode", "gateway": "gateway", "output": "output of a choice"}  # machine: heading in section 6
+REQUESTS = {"decode": "decode", "gateway": "gateway", "output": "output of a choice",
+            "prefill": "the way of a prompt at prefill"}  # machine: heading in section 6
 Row = tuple[str, str, str]  # machine, phase, words of the event
 
 
@@ -338,6 +340,33 @@ def choice_words(c: choice.Choice, event: Any) -> str:
     return ""
 
 
+def prefill_words(a: prefill.Attempt, event: Any) -> str:
+    match event:
+        case prefill.LookedUp():
+            return "looked up, with images" if a.images else "looked up"
+        case prefill.Hashed(wrong):
+            return "hashes differ" if wrong else "hashes fit"
+        case prefill.Bound(denied):
+            return "bound, was denied" if denied else "bound"
+        case prefill.Ends() if a.ticket:
+            return "it fails here, its ticket lives"
+        case prefill.Ends(""):
+            return "cancel"
+    return _PREFILL.get(type(event), "")
+
+
+_PREFILL = {
+    prefill.Saw: "images are here", prefill.Begun: "has memory", prefill.NotBound: "not bound", prefill.Placed: "all is placed",
+    prefill.TicketOver: "ticket is over", prefill.Ends: "it fails here", prefill.Cancel: "cancel",
+}  # fmt: skip
+
+
+def prefill_effects(effects: list[Any]) -> list[str]:
+    """Without answers. A late cancel is remembered for longer, which changes nothing."""
+    names = [type(effect).__name__ for effect in effects if not isinstance(effect, prefill.Answer)]
+    return [] if names == ["Entomb"] and isinstance(effects[-1], prefill.Answer) else names
+
+
 _WORDS = {
     ev.Renewed: "bind again", ev.WriterFailed: "fail", ev.WriterLost: "writer lost", ev.Cancelled: "cancel",
     ev.WriterDone: "writer_done", ev.Fenced: "fenced", ev.SlabTaken: "slab taken", ev.Placed: "placed",
@@ -352,6 +381,7 @@ MACHINES = (
     ("owner", owner, "step", "tick"), ("writer", writer, "step", "tick"), ("store", store, "step", "tick"),
     ("held", pins, "held_step", "held_tick"), ("reading", pins, "reading_step", "reading_tick"),
     ("decode", attempt, "step"), ("gateway", request, "step", "tick"), ("output", choice, "step"),
+    ("prefill", prefill, "step"),
 )  # fmt: skip
 
 
@@ -368,6 +398,7 @@ CANNOT = {  # rows that these services never bring about, and why; the unit test
     r"gateway: (looking: .*|.* images are lost)": "no images here",
     r"gateway: .*(as invalid|of the request|another checkpoint.*|for good)": "workers are alike, and requests are good",
     r"gateway: (placing|new): (client leaves|it breaks here)": "takes no time",
+    r"prefill: .*(images.*|hashes differ)": "no images here, and gateways hash well",
     r"output: .*(a text stop|without a reason)": "the sink says so, which is another step; and whoever ends says why",
 }
 
@@ -387,7 +418,7 @@ class Table:
 
     def recorded(self, machine: str, function: Callable) -> Callable:
         """A machine's `step` or `tick`, watched."""
-        if machine in ("gateway", "output"):
+        if machine in ("gateway", "output", "prefill"):
             return getattr(self, f"_{machine}_{function.__name__}")(function)
         words_of = _IN_WORDS[machine]
 
@@ -459,6 +490,20 @@ class Table:
             elif not done:
                 return after, effects
             self.told(f"{', '.join(row)}: {choice_phase(after)}, {done}; the table says {expected}")
+            return after, effects
+
+        return step
+
+    def _prefill_step(self, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def step(a: prefill.Attempt, event: Any, now: float) -> Any:
+            after, effects = function(a, event, now)
+            row = ("prefill", a.phase.value, prefill_words(a, event))
+            expected, done = self.rows.get(row), prefill_effects(effects)
+            if expected is not None:
+                self.counts[row] += 1
+            if a.phase is not prefill.Phase.UNKNOWN and (after.phase.value, done) != (expected or (a.phase.value, [])):
+                self.told(f"{', '.join(row)}: {after.phase.value}, {done}; the table says {expected}")
             return after, effects
 
         return step

@@ -22,6 +22,7 @@ from world import World
 from headrace.bus import messages as m
 from headrace.kv.grants import writer
 from headrace.kvstore.service import KvStoreService
+from headrace.prefill.attempt import TICKET, WORKING
 
 ASKED = 3  # number of the request: its answer has 23 tokens
 PROMPT = Request(0.0, 300, 0, max_tokens=32, deadline=30.0, stream=False)
@@ -262,12 +263,12 @@ class Stage:
                 return service.requests[self.key].phase.value
             return "over" if self.key in service.finished else "tombstone" if self.key in service.tombstones else "unknown"
         job = service.jobs.get(self.key)
-        stopped = job is None or job.abort is not None
-        if not stopped and job.ticket is not None:
+        if job is None:
+            return "over" if self.key in service.tombstones else "unknown"
+        if job.state.phase in TICKET:
             stopped = service.tickets.get(job.ticket.ticket).phase in (*writer.STOPPED, writer.RELEASED)
-        if job is not None and not stopped:
-            return "ticket" if job.ticket is not None else "working"
-        return "over" if job is not None or self.key in service.tombstones else "unknown"
+            return "over" if stopped else "ticket"
+        return "working" if job.state.phase in WORKING else "over"
 
     def follows(self, answer, words: list[str]) -> None:
         expected = [

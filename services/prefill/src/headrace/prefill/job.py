@@ -1,7 +1,7 @@
 """One attempt at a prompt on the prefill side: its place in the engine, its ticket, how far its bytes have got.
 
-Knows what is computed and what is written. Does not know the bus, the engine or when writing is allowed: `PrefillService`
-drives it, and `headrace.kv.grants.writer` decides.
+Knows what is computed and what is written. Does not know what follows from that: `attempt.py` and `headrace.kv.grants.writer`
+decide, and `PrefillService` acts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from headrace.bus import messages as m
 from headrace.engine import api
+
+from .attempt import Attempt
 
 
 class Abort(Exception):
@@ -32,8 +34,8 @@ class Job:
     hashes: list[bytes]
     deadline: float
     began: float
-    task: asyncio.Task | None = None  # until everything is placed
-    abort: Abort | None = None  # why `task` was cancelled
+    state: Attempt = field(default_factory=Attempt)
+    task: asyncio.Task | None = None  # what is done for it now, where that takes time
 
     content: bytes = b""  # binding of the prompt
     images: list[api.ImageSpan] = field(default_factory=list)
@@ -41,6 +43,9 @@ class Job:
     own: int = 0  # blocks of it that were here already
     fetched: int = 0  # blocks from the kvstore
     submitted: float = 0.0
+    asked: float = 0.0  # when it began to ask for memory
+    patience: float = 0.005  # until it asks again
+    timer: asyncio.TimerHandle | None = None  # of that
     released: bool = False  # engine and pins were given back
 
     position: int = 0  # computed up to here

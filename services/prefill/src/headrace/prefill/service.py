@@ -1,7 +1,7 @@
 """The prefill service: runs prompts and writes their KV into a decode node's memory.
 
-Reads in the order of a job: run, lookup, submit, bind, write, commit; then how it ends, cancels, sweeps. A job is one task;
-it queues at most a chunk or two, for waiting belongs to the gateway.
+Reads in the order of a job: run, lookup, submit, bind, write, commit; then sweeps. What an event means for a job, and what
+follows, is its machine's (`attempt.py`). It queues at most a chunk or two, for waiting belongs to the gateway.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -26,6 +26,8 @@ from headrace.worker.settings import WorkerSettings
 from headrace.worker.sight import Sight
 from headrace.worker.visionclient import VisionError
 
+from . import attempt
+from .attempt import Phase
 from .job import Abort, Job
 
 QUEUE_CHUNKS = 2  # accepted work that is not computed yet, in chunks
@@ -68,7 +70,7 @@ class PrefillService(WorkerService):
 
     async def stop(self) -> None:
         for job in list(self.jobs.values()):
-            self._stop_job(job, Abort("stopping", f"{self.instance} stops"))
+            self.happens(job.key, attempt.Ends("stopping", f"{self.instance} stops"))
         end = time.monotonic() + 2.0
         while self.jobs and time.monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -102,13 +104,20 @@ class PrefillService(WorkerService):
     def run(self, message: m.Run) -> m.Accepted | m.Refused:
         """Accept a prompt, or say at once why not."""
         key = f"{message.request}/{message.attempt}"
-        if key in self.tombstones:  # also while what it wrote is still being waited for
-            return m.Refused("stale", f"attempt {message.attempt} of {message.request} is over")
-        if key in self.jobs:
-            return m.Accepted(self.load())
-        if (refusal := self.not_ready()) is not None:
-            return refusal
-        ids, info = m.unpack_ids(message.ids), self.engine.info
+        known = self.happens(key, attempt.Run())
+        if known is not None and known.name == "Refused":
+            return m.Refused(known.code, f"attempt {message.attempt} of {message.request} is over")
+        if known is None:
+            ids = m.unpack_ids(message.ids)
+            if (refusal := self.not_ready() or self._refusal(message, ids)) is not None:
+                self.happens(key, attempt.Judged(refusal.code))
+                return refusal
+            self.happens(key, attempt.Judged("", bool(message.images)), message=message, ids=ids)
+        return m.Accepted(self.load())
+
+    def _refusal(self, message: m.Run, ids: array) -> m.Refused | None:
+        """Why a prompt is not taken here, or not now."""
+        info = self.engine.info
         if not 1 <= len(ids) < info.max_model_len:
             return m.Refused("invalid", f"the prompt has {len(ids)} tokens; 1 to {info.max_model_len - 1} fit")
         if -(-len(ids) // info.block_tokens) > info.num_blocks:
@@ -121,34 +130,18 @@ class PrefillService(WorkerService):
             load = self.load()
             wait = queued / load.tokens_per_second if load.tokens_per_second else 0.01
             return m.Refused("busy", f"{queued} tokens wait; {limit} may", load, min(wait, 5.0))
-        packed = message.block_hashes
-        hashes = [packed[i : i + m.HASH_BYTES] for i in range(0, len(packed), m.HASH_BYTES)]
         if len(message.ids) <= INLINE_BYTES and (wrong := self._wrong_hashes(message)):
             return m.Refused("mismatch", wrong)
-        now = time.monotonic()
-        job = Job(key, message, ids, hashes, now + message.deadline, now)
-        self.jobs[key] = job
+        return None
+
+    def _take(self, key: str, message: m.Run, ids: array) -> Job:
+        packed, now, queued = message.block_hashes, time.monotonic(), self._backlog()
+        hashes = [packed[i : i + m.HASH_BYTES] for i in range(0, len(packed), m.HASH_BYTES)]
+        job = self.jobs[key] = Job(key, message, ids, hashes, now + message.deadline, now)
         self.depend("decode", message.decode)
         self.counters["accepted"] += 1
         self.trace.event(message.request, "prefill.accepted", tokens=len(ids), queued=queued, client_id=message.client_id)
-        job.task = asyncio.create_task(self._work(job))
-        job.task.add_done_callback(lambda task: self._task_ended(job, task))
-        return m.Accepted(self.load())
-
-    async def _work(self, job: Job) -> None:
-        """Everything up to the flag. The commit and what follows is the ticket's machine (`_carry`)."""
-        await self._identify(job)
-        if job.run.prompt_logprobs < 0:  # else every row is computed
-            await self._lookup(job)
-        if job.run.images:
-            await self._see(job)
-        self._submit(job)
-        while job.key in self._waiting:
-            await job.changed()
-        await self._bind(job)
-        await self._write_blocks(job)
-        await self._write_rest(job)
-        self._feed(job, events.Placed())
+        return job
 
     def _wrong_hashes(self, run: m.Run) -> str:
         """What is wrong with the block hashes that came with a prompt; they would give its KV to other prompts."""
@@ -159,7 +152,7 @@ class PrefillService(WorkerService):
         layout = self.engine.info.layout_id
         return f"the {len(hashes)} block hashes of this prompt differ from the {sent} sent; hash with layout {layout}"
 
-    async def _identify(self, job: Job) -> None:
+    async def _hash(self, job: Job) -> attempt.Hashed:
         """The content binding, and for long prompts the check of the hashes: nothing large is hashed on the loop."""
         run, info = job.run, self.engine.info
 
@@ -168,31 +161,37 @@ class PrefillService(WorkerService):
             return content, self._wrong_hashes(run) if len(run.ids) > INLINE_BYTES else ""
 
         job.content, wrong = work() if len(run.ids) <= INLINE_BYTES else await asyncio.to_thread(work)
-        if wrong:
-            raise Abort("mismatch", wrong)
+        return attempt.Hashed(wrong)
 
-    # ------------------------------------------------------------ lookup
+    # ------------------------------------------------------------ lookup, images
 
-    async def _lookup(self, job: Job) -> None:
+    def _look_up(self, job: Job) -> None:
         """Pin the longest prefix of our own memory; then ask the kvstore for what follows. One row is always computed."""
         usable = job.hashes[: (job.prompt_tokens - 1) // self.engine.info.block_tokens]
-        if not usable:
-            return
-        job.pins = self.engine.pool.match(usable)
-        own = job.own = len(job.pins)
-        if self.store.wanted(usable, own, job.prompt_tokens):
-            started = time.monotonic()
-            fetched = await self.store.fetch(job.run.request, job.run.namespace, usable, own)
-            job.pins += fetched.blocks
-            job.fetched = len(fetched.blocks)
-            job.lookup_seconds = time.monotonic() - started
-        self.trace.event(
-            job.run.request, "prefill.lookup", ms=job.lookup_seconds * 1e3, own=own, kvstore=job.fetched, of=len(usable)
-        )
+        if job.run.prompt_logprobs >= 0:  # every row is computed
+            usable = []
+        job.pins = self.engine.pool.match(usable) if usable else []
+        job.own = len(job.pins)
+        if usable and self.store.wanted(usable, job.own, job.prompt_tokens):
+            return self._begin(job, self._fetch(job, usable))
+        if usable:
+            self._looked_up(job, len(usable))
+        self.happens(job.key, attempt.LookedUp())
 
-    # ------------------------------------------------------------ images
+    async def _fetch(self, job: Job, usable: list[bytes]) -> attempt.LookedUp:
+        started = time.monotonic()
+        fetched = await self.store.fetch(job.run.request, job.run.namespace, usable, job.own)
+        job.pins += fetched.blocks
+        job.fetched = len(fetched.blocks)
+        job.lookup_seconds = time.monotonic() - started
+        self._looked_up(job, len(usable))
+        return attempt.LookedUp()
 
-    async def _see(self, job: Job) -> None:
+    def _looked_up(self, job: Job, usable: int) -> None:
+        ms = job.lookup_seconds * 1e3
+        self.trace.event(job.run.request, "prefill.lookup", ms=ms, own=job.own, kvstore=job.fetched, of=usable)
+
+    async def _see(self, job: Job) -> attempt.Saw:
         """Embeddings of the images that this prompt's rows may touch."""
         if self.sight is None:
             raise Abort("invalid", f"the model at {self.instance} reads text only; the prompt has {len(job.run.images)} images")
@@ -200,6 +199,7 @@ class PrefillService(WorkerService):
             job.images = await self.sight.see(job.run, len(job.pins), job.deadline)
         except VisionError as error:
             raise Abort(error.code, str(error)) from error
+        return attempt.Saw()
 
     # ------------------------------------------------------------ submit, bind
 
@@ -219,14 +219,16 @@ class PrefillService(WorkerService):
         try:
             self.engine.submit(request)
         except ValueError as error:
-            raise Abort("invalid", str(error)) from error
+            self.happens(job.key, attempt.Ends("invalid", str(error)))
+            return
         job.submitted = time.monotonic()
         self._waiting[job.key] = job
         self.host.wake()
 
     def step_begins(self) -> None:
         for key in [key for key in self._waiting if self.engine.begun(key)]:
-            self._waiting.pop(key).wake()
+            del self._waiting[key]
+            self.happens(key, attempt.Begun())
 
     def _yield_pins(self, now: float) -> None:
         """Where nobody has memory any more and yet the first finds too little, those who wait hold it: what is resident of
@@ -239,34 +241,46 @@ class PrefillService(WorkerService):
             pinned[-1].pins = []
             self.host.wake()
 
-    async def _bind(self, job: Job) -> None:
-        """Ask for memory until there is some; the reader may be full for a moment. Our own was taken before: whoever holds a
-        reader's memory waits for nothing that another one holds, who may wait for that."""
-        message, started, patience = self._bind_message(job), time.monotonic(), 0.005
-        while True:
-            sent = time.monotonic()
-            try:
-                answer = await self.bus.ask(f"headrace.decode.{job.run.decode}.bind", message, ASK_SECONDS)
-            except NoResponder as error:
-                raise Abort("lost", f"{job.run.decode} is gone: {error}") from error
-            except BusError:
-                await asyncio.sleep(0.05)  # not connected, or no answer: it is idempotent
-                continue
-            if isinstance(answer, m.Bound):
-                break
-            code, text = getattr(answer, "code", "failed"), getattr(answer, "message", repr(answer))
-            if code != "full":
-                raise Abort(code, text)  # also when the attempt is over there: who ended it may not have been heard
-            await asyncio.sleep(max(answer.retry_after, patience))
-            patience = min(2 * patience, 0.25)
+    def _bind(self, job: Job, wait: float = 0.0) -> None:
+        """Ask for memory; the reader may be full for a moment. Our own was taken before: whoever holds a reader's memory waits
+        for nothing that another one holds, who may wait for that."""
+        if wait:
+            job.timer = asyncio.get_running_loop().call_later(wait, self._bind, job)
+            return
+        sent = time.monotonic()
+        job.asked = job.asked or sent
+        future = self.bus.ask(f"headrace.decode.{job.run.decode}.bind", self._bind_message(job), ASK_SECONDS)
+        future.add_done_callback(lambda future: self._bind_answered(job, future, sent))
+
+    def _bind_answered(self, job: Job, future: asyncio.Future, sent: float) -> None:
+        error = future.exception()
+        if job.state.phase is Phase.BINDING:
+            self.happens(job.key, self._of_bind(job, future.result() if error is None else error, sent))
+
+    def _of_bind(self, job: Job, answer: Any, sent: float) -> Any:
+        """What an answer, or the error in its place, means."""
+        if isinstance(answer, m.Bound):
+            return self._bound(job, answer, sent)
+        if isinstance(answer, NoResponder):
+            return attempt.Ends("lost", f"{job.run.decode} is gone: {answer}")
+        if isinstance(answer, BusError):
+            return attempt.NotBound(0.05)  # not connected, or no answer: it is idempotent
+        code, text = getattr(answer, "code", "failed"), getattr(answer, "message", repr(answer))
+        if code != "full":
+            return attempt.Ends(code, text)  # also when the attempt is over there: who ended it may not have been heard
+        wait, job.patience = max(answer.retry_after, job.patience), min(2 * job.patience, 0.25)
+        return attempt.NotBound(wait)
+
+    def _bound(self, job: Job, answer: m.Bound, sent: float) -> attempt.Bound:
         ticket = answer.ticket
         if ticket.ticket in self.denied:
-            raise Abort("", "the owner asked for this ticket before we knew it, and was told that we never shall")
+            return attempt.Bound(denied=True)
         job.ticket, job.memory, job.written, job.renewed = ticket, answer.memory, ticket.first_block, sent
         self.by_ticket[ticket.ticket] = job
         self.tickets.add(ticket.ticket, *writer.bound(ticket.generation, ticket.ttl, sent, job.deadline))
-        ms = (time.monotonic() - started) * 1e3
+        ms = (time.monotonic() - job.asked) * 1e3
         self.trace.event(job.run.request, "prefill.bound", ms=ms, ticket=ticket.ticket, have=ticket.first_block)
+        return attempt.Bound()
 
     def _bind_message(self, job: Job) -> m.Bind:
         info, run = self.engine.info, job.run
@@ -316,6 +330,12 @@ class PrefillService(WorkerService):
         job.write_seconds += time.monotonic() - started
         if ended is not None:
             raise ended
+
+    async def _write(self, job: Job) -> None:
+        """Everything up to the flag. The commit and what follows is the ticket's machine (`_carry`)."""
+        await self._write_blocks(job)
+        await self._write_rest(job)
+        self.happens(job.key, attempt.Placed())
 
     async def _write_blocks(self, job: Job) -> None:
         """Blocks go out as chunks finish, from the first one that the reader lacks."""
@@ -397,6 +417,96 @@ class PrefillService(WorkerService):
             write=job.write_seconds,
         )
 
+    # ------------------------------------------------------------ the attempt's machine
+
+    def happens(self, key: str, event: Any, **facts: Any) -> attempt.Answer | None:
+        """One event of an attempt: its machine says what follows, which is done. `facts`: what the effects need. -> the answer
+        to whoever sent a message; None when it must be judged first, or nobody waits."""
+        job = self.jobs.get(key)
+        before = job.state if job is not None else attempt.Attempt(Phase.OVER if key in self.tombstones else Phase.UNKNOWN)
+        after, wanted = attempt.step(before, event, time.monotonic())
+        if job is not None:
+            job.state = after  # now: what follows may bring further events
+        answer = None
+        for effect in wanted:
+            match effect:
+                case attempt.Answer():
+                    answer = effect
+                case attempt.Take():
+                    job = self._take(key, **facts)
+                    job.state = after
+                    self._begin(job, self._hash(job))
+                case attempt.Entomb():
+                    self.tombstones.add(key, time.monotonic())
+                case _:
+                    self._carry_out(job, effect)
+        if after.phase is Phase.OVER and job is not None:
+            self._wind_up(job)
+        return answer
+
+    def _carry_out(self, job: Job, effect: Any) -> None:
+        match effect:
+            case attempt.LookUp():
+                self._look_up(job)
+            case attempt.See():
+                self._begin(job, self._see(job))
+            case attempt.Submit():
+                self._submit(job)
+            case attempt.Bind(wait):
+                self._bind(job, wait)
+            case attempt.Write():
+                self._begin(job, self._write(job))
+            case attempt.ToTicket(event):
+                self._feed(job, event)
+            case attempt.StopWork():
+                self._stop_work(job)
+            case attempt.TellGateway(code, text):
+                self._report(job, code, text)
+            case attempt.TellDecode(code, text):
+                self._tell_decode(job, "fail", self._fail_message(job, code, text), lambda _: None)
+
+    def _begin(self, job: Job, work: Coroutine[Any, Any, Any]) -> None:
+        """What takes time; its result is the event of its end."""
+        job.task = asyncio.create_task(work)
+        job.task.add_done_callback(lambda task: self._task_ended(job, task))
+
+    def _task_ended(self, job: Job, task: asyncio.Task) -> None:
+        job.task = None
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Abort):
+            self.happens(job.key, attempt.Ends(error.code, error.message))
+        elif error is not None:
+            self.log.error("job failed", request=job.run.request, exc_info=error)
+            self.happens(job.key, attempt.Ends("internal", f"{self.instance}: {error!r}"))
+        elif not task.cancelled() and task.result() is not None:
+            self.happens(job.key, task.result())
+        self._wind_up(job)
+
+    def _stop_work(self, job: Job) -> None:
+        self._waiting.pop(job.key, None)
+        if job.timer is not None:
+            job.timer.cancel()
+        if job.task is not None and job.task is not asyncio.current_task():
+            job.task.cancel()  # it may wait for a chunk, which nobody computes any more
+
+    def _wind_up(self, job: Job) -> None:
+        """It is over, and neither a task nor a ticket is left: nothing of it is here any more."""
+        live = job.ticket is not None and job.ticket.ticket in self.tickets.live
+        if job.state.phase is not Phase.OVER or job.task is not None or live or self.jobs.get(job.key) is not job:
+            return
+        self._release_source(job)
+        del self.jobs[job.key]
+        self.undepend(job.run.decode)
+        outcome = ""
+        if job.ticket is not None:
+            del self.by_ticket[job.ticket.ticket]
+            outcome = self.tickets.get(job.ticket.ticket).outcome
+        if outcome == "admitted":
+            self.counters["committed"] += 1
+            self.trace.event(job.run.request, "prefill.committed", ms=(time.monotonic() - job.placed) * 1e3)
+        else:
+            self.counters["cancelled"] += not job.reported
+
     # ------------------------------------------------------------ the ticket's machine
 
     def _feed(self, job: Job, event: Any) -> list[Any]:
@@ -422,10 +532,13 @@ class PrefillService(WorkerService):
                     job.task.cancel()
             case effects.ReleaseSource():
                 self._release_source(job)
-                if job.task is not None and job.task is not asyncio.current_task():
-                    job.task.cancel()  # it may wait for a chunk, which nobody computes any more
-        if job.ticket is not None and job.ticket.ticket not in self.tickets.live:
-            self._forget(job)
+                self._stop_work(job)
+        self._look_at_ticket(job)
+
+    def _look_at_ticket(self, job: Job) -> None:
+        """When the writer's machine is at its end, so is the attempt."""
+        if job.ticket.ticket not in self.tickets.live:
+            self.happens(job.key, attempt.TicketOver())
 
     def _send_commit(self, job: Job) -> None:
         self._tell_decode(
@@ -506,52 +619,15 @@ class PrefillService(WorkerService):
             elif kind is api.SnapshotTaken:
                 self.store.snapshot(event, job.run.namespace, job.run.request)
             elif kind is api.Failed:
-                self._stop_job(job, Abort(event.code, event.message))
+                self.happens(job.key, attempt.Ends(event.code, event.message))
 
     # ------------------------------------------------------------ ends
-
-    def _stop_job(self, job: Job, why: Abort) -> None:
-        """End a job wherever it is. With a ticket its machine says what that means; the first reason counts."""
-        if job.ticket is None:
-            if job.abort is None and job.task is not None:
-                job.abort = why
-                job.task.cancel()
-        elif why.code == "lost":
-            self._feed(job, events.OwnerLost())
-        elif why.code:
-            self._feed(job, events.LegFailed(why.code, why.message))
-        else:
-            self._feed(job, events.Cancelled(why.message))
-        if job.ticket is not None and job.record is None and job.task is not None:
-            job.task.cancel()
-
-    def _task_ended(self, job: Job, task: asyncio.Task) -> None:
-        job.task = None
-        error = job.abort if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, Abort):
-            self.log.error("job failed", request=job.run.request, exc_info=error)
-            error = Abort("internal", f"{self.instance}: {error!r}")
-        self._waiting.pop(job.key, None)
-        if job.ticket is not None:
-            if error is not None:
-                self._stop_job(job, error)
-            if job.ticket.ticket not in self.tickets.live:
-                self._forget(job)
-            return
-        error = error or Abort("", "cancelled")
-        if error.code:
-            self._report(job, error.code, error.message)
-            self._tell_decode(job, "fail", self._fail_message(job, error.code, error.message), lambda _: None)
-        self._release_source(job)
-        self._forget(job)
 
     def _release_source(self, job: Job) -> None:
         """Nothing reads this prompt's blocks here any more."""
         if job.released:
             return
         job.released = True
-        if job.task is not None and job.record is None and job.task is not asyncio.current_task():
-            job.task.cancel()  # it waits for chunks that will never come, or for memory
         if job.done is not None:
             self.engine.release(job.key)
         else:
@@ -560,37 +636,15 @@ class PrefillService(WorkerService):
         job.pins = []
         self.host.wake()
 
-    def _forget(self, job: Job) -> None:
-        """Over, once neither a task nor a ticket is left."""
-        if job.task is not None or self.jobs.get(job.key) is not job:
-            return
-        del self.jobs[job.key]
-        self.undepend(job.run.decode)
-        outcome = ""
-        if job.ticket is not None:
-            del self.by_ticket[job.ticket.ticket]
-            outcome = self.tickets.get(job.ticket.ticket).outcome
-        if outcome == "admitted":
-            self.counters["committed"] += 1
-            self.trace.event(job.run.request, "prefill.committed", ms=(time.monotonic() - job.placed) * 1e3)
-        else:
-            self.counters["cancelled"] += not job.reported
-        self.tombstones.add(job.key, time.monotonic())  # a late duplicate of its run would be computed for nobody
-
     def cancel(self, message: m.Cancel) -> m.Done:
         """Stop an attempt; one that is not here is refused if it comes later."""
-        key = f"{message.request}/{message.attempt}"
-        job = self.jobs.get(key)
-        self.tombstones.add(key, time.monotonic())
-        if job is None:
-            return m.Done("unknown")
-        self._stop_job(job, Abort("", message.reason or "cancelled"))
-        return m.Done("cancelled")
+        done = self.happens(f"{message.request}/{message.attempt}", attempt.Cancel(message.reason or "cancelled"))
+        return m.Done(done.code)
 
     def peer_died(self, instance: str, why: str) -> None:
         for job in list(self.jobs.values()):
             if job.run.decode == instance:
-                self._stop_job(job, Abort("lost", f"{instance} died: {why}"))
+                self.happens(job.key, attempt.Ends("lost", f"{instance} died: {why}"))
         if self.sight is not None:
             self.sight.peer_died(instance, why)
 
@@ -601,8 +655,9 @@ class PrefillService(WorkerService):
         for job in list(self.jobs.values()):
             if job.ticket is None:
                 if job.deadline <= now:
-                    self._stop_job(job, Abort("deadline", f"not computed within its deadline of {job.run.deadline:g} s"))
-            elif job.task is not None and now - job.renewed > job.ticket.ttl / 3:
+                    late = f"not computed within its deadline of {job.run.deadline:g} s"
+                    self.happens(job.key, attempt.Ends("deadline", late))
+            elif job.state.phase is Phase.WRITING and now - job.renewed > job.ticket.ttl / 3:
                 self._renew(job)
         if self._waiting:
             self._yield_pins(now)
@@ -610,8 +665,8 @@ class PrefillService(WorkerService):
             job = self.by_ticket.get(ticket)
             if job is not None:
                 self._carry(job, effect)
-        for job in [j for t, j in self.by_ticket.items() if t not in self.tickets.live]:
-            self._forget(job)
+        for job in list(self.by_ticket.values()):
+            self._look_at_ticket(job)
         self.tombstones.tick(now)
         self.denied.tick(now)
         if self.sight is not None:
