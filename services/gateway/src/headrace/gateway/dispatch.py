@@ -150,7 +150,7 @@ class Dispatcher:
                 self.line.leave(record)
                 self.capacity()
             case request.Look():
-                self.legs.aside(self._look(record))
+                record.look = self.legs.aside(self._look(record))
             case request.Admit(attempt):
                 self._admit(record, attempt)
             case request.Hold(attempt, watched):
@@ -216,6 +216,8 @@ class Dispatcher:
             del self.records[record.request]
         if not self.records:
             self._idle.set()
+        if record.look is not None and record.look is not asyncio.current_task():
+            record.look.cancel()
         if record.done is not None and not record.done.done():
             record.done.set_result(None)
 

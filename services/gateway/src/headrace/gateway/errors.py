@@ -95,9 +95,10 @@ def no_workers(what: str, waited: float = 0.0) -> GatewayError:
     return GatewayError(f"no {what} is ready{since}; try again", status=503, code="no_workers", retry_after=1.0)
 
 
-def no_vision(lost: bool) -> GatewayError:
+def no_vision(lost: bool, waited: float = 0.0) -> GatewayError:
     """`lost`: there was one when the request came."""
     why = "the last one was lost while it read them" if lost else "none is there"
+    why += f", and none came within {waited:g} s" if waited else ""
     return GatewayError(
         f"no vision worker is ready to read the images ({why}); requests without images are served, try again",
         status=503, code="no_vision", retry_after=1.0,

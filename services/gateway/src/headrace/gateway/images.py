@@ -68,6 +68,8 @@ class Images:
         self._memory: Memory | None = None
         self._links: Links | None = None
         self._busy = 0  # requests whose images are being identified
+        self._came = asyncio.Event()  # set whenever a vision worker speaks for the first time, or again
+        peers.watch(self._on_presence)
 
     async def look(
         self, request: str, sources: Sequence[ImageSource], namespace: bytes, group: Group, deadline: float, client_id: str
@@ -109,9 +111,7 @@ class Images:
 
     async def _rounds(self, seen: Seen) -> None:
         for _ in range(ROUNDS):
-            presence = self._choose(seen)
-            if presence is None:
-                raise errors.no_vision(bool(seen.failed))
+            presence = await self._worker(seen)
             seen.round += 1
             began = time.monotonic()
             try:
@@ -129,14 +129,33 @@ class Images:
             return
         raise errors.no_vision(True)
 
+    async def _worker(self, seen: Seen) -> m.Presence:
+        """One that may be asked; where none is there (killed, restarting), whoever comes soon. Raises GatewayError."""
+        began, patience = time.monotonic(), self._settings.worker_seconds
+        while (presence := self._choose(seen)) is None:
+            self._came.clear()
+            left = min(began + patience, seen.deadline) - time.monotonic()
+            try:
+                async with asyncio.timeout(left):
+                    await self._came.wait()
+            except TimeoutError:
+                raise errors.no_vision(bool(seen.failed), patience) from None
+        return presence
+
+    def _on_presence(self, kind: str, presence: m.Presence) -> None:
+        if presence.role == "vision" and kind in ("join", "state", "epoch"):
+            self._came.set()
+
     def _choose(self, seen: Seen) -> m.Presence | None:
-        """The worker that is likely to know the first image: in a conversation, images are added at the end."""
+        """The worker that is likely to know the first image: in a conversation, images are added at the end. Those that were
+        lost come last: one that speaks again was only silent."""
         first = seen.sources[0].value
         key = blake2b(first[:65536].encode() if isinstance(first, str) else first[:65536], digest_size=16).digest()
         there = [
             p for p in self._peers.by_role("vision")
-            if p.checkpoint == seen.group.checkpoint and p.memory and p.instance not in seen.failed
+            if p.checkpoint == seen.group.checkpoint and p.memory
         ]  # fmt: skip
+        there = [p for p in there if p.instance not in seen.failed] or there
         return max(there, key=lambda p: blake2b(p.instance.encode(), key=key, digest_size=8).digest(), default=None)
 
     async def _identify_all(self, seen: Seen, presence: m.Presence) -> list[m.Identified]:

@@ -64,9 +64,9 @@ class Record:
     """One prompt on its way. `Dispatcher.run` takes it."""
 
     __slots__ = (
-        "arrival", "asked", "choices", "client_id", "deadline", "done", "first_choice", "group", "hashes", "ids", "look_again",
-        "namespace", "origin", "outputs", "pair", "parts", "priority", "prompt", "prompt_usage", "received", "request",
-        "sampling", "scores", "scores_of", "seen", "sink", "slot", "state", "traceparent", "usage",
+        "arrival", "asked", "choices", "client_id", "deadline", "done", "first_choice", "group", "hashes", "ids", "look",
+        "look_again", "namespace", "origin", "outputs", "pair", "parts", "priority", "prompt", "prompt_usage", "received",
+        "request", "sampling", "scores", "scores_of", "seen", "sink", "slot", "state", "traceparent", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -92,6 +92,7 @@ class Record:
 
         self.seen: Seen | None = None  # its images; they go with every attempt
         self.look_again: Callable[[Seen], Awaitable[None]] | None = None  # have them identified once more
+        self.look: asyncio.Task | None = None  # of that
 
         self.scores: list[m.TokenLogprob] = []  # of the prompt's tokens from the second on, as far as they came
         self.scores_of = 0  # the attempt that they are of
