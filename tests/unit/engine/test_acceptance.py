@@ -185,3 +185,19 @@ def test_the_benchmark_accepts_by_lot_as_often_as_it_was_told(capsys):
     assert abs(ways["full"]["mean_accepted_length"] - expected) < 0.8
     lines = bench_speculation.table(report).splitlines()
     assert len(lines) == 3 and lines[2].split()[0] == "4"
+
+
+def test_the_benchmark_serves_the_same_requests_in_each_way(tmp_path, capsys):
+    """... and the answers are compared there; what was served fits a table that an engine takes."""
+    path, prompts, fitted = agreeing_checkpoint(tmp_path / "model"), tmp_path / "prompts", tmp_path / "fitted.json"
+    prompts.write_text('"Why is the sky blue?"\n[5, 6, 7]\n"x"\n')
+    command = ["--speculation", "--model", str(path), "--prompts", str(prompts), "--batch", "2", "--output", "24", "--json"]
+    assert bench.main([*command, "--repeat", "1", "--temperature", "1", "--fit", str(fitted)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    ways = report["batch"]["2"]
+    assert ways["none"]["tokens_per_step"] < ways["full"]["tokens_per_step"] and ways["full"]["mean_accepted_length"] > 1.2
+    assert ways["scheduled"]["least"] == ways["scheduled"]["ratio"] == ways["scheduled"]["most"] > 0
+    assert "2" in bench_speculation.table(report).splitlines()[2]
+    table = json.loads(fitted.read_text())["temperatures"]
+    assert len(table) == 5 and all(t > 0 for t in table)
+    assert bench.main([*command, "--repeat", "1", "--calibration", str(fitted)]) == 0

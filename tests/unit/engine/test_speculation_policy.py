@@ -131,6 +131,7 @@ def sequence(name: str, *survival: float, ids: int = 4, max_tokens: int = 100) -
     request = api.EngineRequest(name, [5] * ids, [], api.SamplingParams(max_tokens=max_tokens))
     one = seq.Sequence(request, [5] * ids, [], 0, prompt_len=ids, max_len=ids + max_tokens)
     one.draft.tokens, one.draft.survival = [7] * len(survival), list(survival)
+    one.draft.confidence = [0.0] * len(survival)
     return one
 
 
@@ -201,7 +202,7 @@ def test_drafting_stops_where_it_costs_more_than_it_brings_and_is_tried_again():
     for _ in range(PROBE_STEPS):
         speculator.lengths([Ready(one, 0)], 100)
     assert speculator.wants([one]) == [one]
-    one.draft.tokens, one.draft.survival = [7], [0.01]
+    one.draft.tokens, one.draft.confidence, one.draft.survival = [7], [-4.6], [0.01]
     assert speculator.lengths([Ready(one, 1)], 100) == [1], "a probe verifies, or nothing would be learned"
 
 

@@ -6,6 +6,10 @@ and the confidence head tells exactly that. All the work is done (draft, verific
 So throughput for a given quality of drafts can be measured without a trained model. Without it acceptance is the model's own,
 in exact mode.
 
+With `--prompts` the three engines serve the same requests, `batch` at a time, and give the same answers (this is checked), so
+what differs is the time alone. A run serves each prompt once, and as many more as fill two batches; the first does not count.
+Figures are medians of `--repeat` runs, and of the ratio of each run, whose range is given too.
+
 The three engines take turns, a few steps each, so that all meet the same machine. Only steps in which the whole batch decodes
 count. CPU seconds are those of this process: on a machine with other work they change less than wall time. On a CPU with one
 thread the scheduler is given them too, as its clock, so that it does not take another process's work for the cost of a row.
@@ -14,10 +18,12 @@ thread the scheduler is given them too, as its clock, so that it does not take a
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,12 +115,14 @@ def measure(path: Any, args: argparse.Namespace) -> dict:
     usual = Runner.clock
     if args.device == "cpu" and torch.get_num_threads() == 1:
         Runner.clock = staticmethod(time.process_time)
+    measured = serve if args.prompts else ways_of
     try:
-        batches = {str(size): ways_of(model, size, args) for size in args.batch}
+        batches = {str(size): measured(model, size, args) for size in args.batch}
     finally:
         Runner.clock = staticmethod(usual)
     return {
         "model": str(args.model or args.preset), "device": args.device, "threads": torch.get_num_threads(),
+        "prompts": str(args.prompts or ""), "calibration": args.calibration,
         "profile": args.profile, "spread": args.spread, "prompt_tokens": args.prompt, "rollback_gate": args.rollback_gate,
         "numerics": args.numerics, "load": round(os.getloadavg()[0], 2), "batch": batches,
     }  # fmt: skip
@@ -135,13 +143,114 @@ def ways_of(model, size: int, args: argparse.Namespace) -> dict[str, dict[str, f
     return {name: _figures(way) for name, way in ways.items()}
 
 
-def _engine(model, size: int, args: argparse.Namespace, config: dict) -> EngineCore:
-    length = args.prompt + max(args.output, 1024)
+# ---------------------------------------------------------------- the same requests, served by each
+
+
+def serve(model, size: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Figures of the three ways, each of which serves the same requests."""
+    prompts = read_prompts(args.prompts, args.model)
+    longest = max(map(len, prompts))
+    cores = {name: _engine(model, size, args, config, longest) for name, config in WAYS.items()}
+    runs: dict[str, list[Served]] = {name: [] for name in WAYS}
+    for number in range(args.repeat + 1):
+        todo = _requests(prompts, max(len(prompts), 2 * size), number, args)
+        turn = _serve_in_turns(cores, todo)
+        if any(one.answers != turn["none"].answers for one in turn.values()):
+            raise RuntimeError(f"batch {size}: answers with drafts differ from those without")
+        if number:  # the first warms up
+            for name, one in turn.items():
+                runs[name].append(one)
+    ratios = [
+        min(none.cpu, full.cpu) / own.cpu for none, full, own in zip(*(runs[name] for name in WAYS), strict=True)
+    ]  # fmt: skip
+    if args.fit:
+        table = cores["full"].speculator.calibration.temperatures()
+        Path(args.fit).write_text(json.dumps({"temperatures": table}) + "\n")
+    out = {name: _served_figures(cores[name], ones) for name, ones in runs.items()}
+    out["scheduled"] |= {"ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+    return {name: {key: round(value, 3) for key, value in figures.items()} for name, figures in out.items()}
+
+
+@dataclass(slots=True)
+class Served:
+    """What one engine did in one run."""
+
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    wall: float = 0.0
+    cpu: float = 0.0
+    steps: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.answers.values()))
+
+
+def read_prompts(file: Any, model: Any) -> list[list[int]]:
+    """One prompt a line: a JSON list of token ids, or a JSON string, in which special tokens are what they spell."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+    lines = [json.loads(line) for line in Path(file).read_text().splitlines() if line]
+    return [tokenizer.encode(line, add_special_tokens=False).ids if isinstance(line, str) else line for line in lines]
+
+
+def _requests(prompts: list[list[int]], count: int, run: int, args: argparse.Namespace) -> list[api.EngineRequest]:
+    out = []
+    for i in range(count):
+        sampling = api.SamplingParams(temperature=args.temperature, seed=i + 1000 * run, max_tokens=args.output)
+        out.append(api.EngineRequest(f"{run}-{i}", prompts[i % len(prompts)], [], sampling))
+    return out
+
+
+def _serve_in_turns(cores: dict[str, EngineCore], todo: list[api.EngineRequest]) -> dict[str, Served]:
+    out = {name: Served({request.request: [] for request in todo}) for name in cores}
+    for core in cores.values():
+        for request in todo:
+            core.submit(request)
+    while any(core.has_work() for core in cores.values()):
+        for name, core in cores.items():
+            one, wall, cpu = out[name], time.perf_counter(), time.process_time()
+            for _ in range(SLICE):
+                if not core.has_work():
+                    break
+                one.steps += 1
+                for event in _step(core):
+                    if isinstance(event, api.Tokens):
+                        one.answers[event.request] += event.ids
+            one.wall, one.cpu = one.wall + time.perf_counter() - wall, one.cpu + time.process_time() - cpu
+    return out
+
+
+def _served_figures(core: EngineCore, runs: list[Served]) -> dict[str, float]:
+    out = {
+        "tokens_per_second": statistics.median(one.tokens / one.wall for one in runs),
+        "tokens_per_cpu_second": statistics.median(one.tokens / one.cpu for one in runs),
+        "tokens_per_step": sum(one.tokens for one in runs) / sum(one.steps for one in runs) / core.config.max_num_seqs,
+        "steps": sum(one.steps for one in runs),
+    }
+    return out | _speculation_figures(core)
+
+
+def _speculation_figures(core: EngineCore) -> dict[str, float]:
+    stats, spec = core.stats(), core.speculator
+    if spec is None:
+        return {}
+    return {
+        "mean_accepted_length": stats["draft_window_tokens"] / max(stats["draft_windows"], 1),
+        "verified_per_step": sum(spec.counts["verified"]) / max(stats["steps"], 1) / core.config.max_num_seqs,
+    }
+
+
+# ---------------------------------------------------------------- engines and steps
+
+
+def _engine(model, size: int, args: argparse.Namespace, config: dict, prompt: int = 0) -> EngineCore:
+    length = max(prompt, args.prompt) + max(args.output, 1024)
     blocks = size * (-(-length // model.spec.block_tokens) + 1)
     rows = max(2048, 8 * size + args.prompt)
     options = api.EngineConfig(
         num_blocks=blocks, max_num_seqs=size, max_num_batched_tokens=rows, prefix_caching=False,
-        rollback_gate=args.rollback_gate, **config,
+        rollback_gate=args.rollback_gate, draft_calibration=args.calibration, **config,
     )  # fmt: skip
     core = EngineCore(model, options)
     if args.profile and config:
@@ -185,21 +294,19 @@ def _step(core: EngineCore) -> list[api.Event]:
 
 
 def _figures(way: Way) -> dict[str, float]:
-    stats, spec = way.core.stats(), way.core.speculator
     out = {
         "tokens_per_second": way.tokens / way.wall,
         "tokens_per_cpu_second": statistics.median(way.rates),
         "tokens_per_step": way.tokens / way.steps / way.core.config.max_num_seqs,
         "steps": way.steps,
     }
-    if spec is not None:
-        out["mean_accepted_length"] = stats["draft_window_tokens"] / max(stats["draft_windows"], 1)
-        out["verified_per_step"] = sum(spec.counts["verified"]) / max(stats["steps"], 1) / way.core.config.max_num_seqs
-    return {name: round(value, 3) for name, value in out.items()}
+    return {name: round(value, 3) for name, value in (out | _speculation_figures(way.core)).items()}
 
 
 def table(report: dict) -> str:
-    names = ("model", "device", "threads", "profile", "spread", "prompt_tokens", "rollback_gate", "load")
+    names = ["model", "device", "threads", "profile", "spread", "prompt_tokens", "rollback_gate", "load"]
+    if report["prompts"]:
+        names[3:6] = ["prompts", "calibration"]
     lines = [", ".join(f"{name} {report[name]}" for name in names)]
     lines.append(
         f"{'batch':>6}{'none':>10}{'full':>10}{'(length)':>10}{'scheduled':>11}{'(length)':>10}{'verified/seq':>14}"
@@ -207,11 +314,12 @@ def table(report: dict) -> str:
     )
     for size, ways in report["batch"].items():
         rate = {name: figures["tokens_per_cpu_second"] for name, figures in ways.items()}
-        best = max(rate["none"], rate["full"])
+        share = ways["scheduled"].get("ratio", rate["scheduled"] / max(rate["none"], rate["full"]))
+        spread = f" ({ways['scheduled']['least']:.3f} to {ways['scheduled']['most']:.3f})" if report["prompts"] else ""
         full, own = ways["full"], ways["scheduled"]
         lines.append(
             f"{size:>6}{rate['none']:>10.0f}{rate['full']:>10.0f}{full['tokens_per_step']:>10.2f}{rate['scheduled']:>11.0f}"
-            f"{own['tokens_per_step']:>10.2f}{own['verified_per_step']:>14.2f}{rate['scheduled'] / best:>16.2f}"
+            f"{own['tokens_per_step']:>10.2f}{own['verified_per_step']:>14.2f}{share:>16.3f}{spread}"
             f"   wall tok/s {ways['none']['tokens_per_second']:.0f}, {full['tokens_per_second']:.0f}, "
             f"{own['tokens_per_second']:.0f}"
         )

@@ -48,6 +48,7 @@ class Draft:
     """What is proposed for a sequence's next positions, and how its drafts have fared. `speculation.py` writes it."""
 
     tokens: list[int] = field(default_factory=list)  # for the positions from len(ids) on
+    confidence: list[float] = field(default_factory=list)  # the logits that it comes from
     survival: list[float] = field(default_factory=list)  # of each: the probability that it and all before it are accepted
     older: list[float] = field(default_factory=list)  # the same of the block before: a budget is made from these
     bad_steps: int = 0  # in a row, with more rejections than the gate lets pass

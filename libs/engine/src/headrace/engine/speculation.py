@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from . import sequence as seq
+from .calibration import Calibration
 
 GATE_STEPS = 3  # in a row with too many rejections: the gate closes
 CLOSED_STEPS = 32  # ... for so many steps
@@ -178,6 +179,7 @@ class Speculator:
     costs: Costs | None = None  # needed without a fixed budget
     step: int = 0
     counts: dict[str, list[int]] = field(init=False)
+    calibration: Calibration = field(init=False)
     tokens: int = 0  # chosen in steps that verified drafts
     windows: int = 0  # sequences' steps that verified drafts
     gated: int = 0  # times that the gate closed
@@ -187,12 +189,15 @@ class Speculator:
     _blocks: int = 0  # drafted
     _patience: int = PROBE_STEPS
     _probing: bool = False
+    _fitted: list[float] = field(default_factory=list)
+    _fitted_at: int = 1  # windows, when they were fitted
     _verified_at: int = 0  # the last step with a verified draft
 
     def __post_init__(self) -> None:
         block = self.options.block
         self.counts = {name: [0] * block for name in COUNTS}
         self.typical = [1.0] * block  # optimistic until known
+        self.calibration = Calibration(block)
         self.options.temperatures = list(self.options.temperatures) or [1.0] * block
         assert self.costs is not None or self.options.budget is not None
 
@@ -271,9 +276,9 @@ class Speculator:
         for sequence in running:
             draft, proposal = sequence.draft, result.proposals.get(sequence)
             draft.older = draft.survival
-            draft.tokens, draft.survival = [], []
+            draft.tokens, draft.confidence, draft.survival = [], [], []
             if proposal is not None:
-                draft.tokens = proposal.tokens
+                draft.tokens, draft.confidence = proposal.tokens, proposal.confidence
                 draft.survival = survival_of(proposal.confidence, self.options.temperatures)
                 for place, a in enumerate(draft.survival):
                     self.counts["drafted"][place] += 1
@@ -286,6 +291,7 @@ class Speculator:
         draft, verified = sample.sequence.draft, len(sample.drafts)
         self.windows += 1
         self.tokens += accepted + 1
+        self.calibration.observe(draft.confidence, verified, accepted)
         for place in range(accepted):
             self.counts["accepted"][place] += 1
         weight = _weight(self.windows, FAITH)
@@ -303,7 +309,10 @@ class Speculator:
 
     def stats(self) -> dict[str, float]:
         """Numbers for `/metrics`; "name/label=value" has a label."""
-        out: dict[str, float] = {
+        if self.windows >= 1.2 * self._fitted_at:  # each takes some milliseconds
+            self._fitted_at, self._fitted = self.windows, self.calibration.temperatures()
+        out: dict[str, float] = {f"draft_temperature/position={i}": t for i, t in enumerate(self._fitted, 1)}
+        out |= {
             "draft_windows": self.windows,
             "draft_window_tokens": self.tokens,
             "draft_gate_closed": self.gated,
