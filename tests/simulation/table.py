@@ -271,10 +271,11 @@ def request_words(r: request.Request, event: Any, now: float) -> str:
 
 
 def _why_no_pair(r: request.Request, now: float) -> str:
+    full = r.refusal is not None and r.refusal.code in ("busy", "full")
     if r.shunned:
-        return "some are shunned"
+        return "some are shunned" + (", the others are full" if full and now < r.lost + r.limits.worker else "")
     if r.refusal is not None and r.refusal.code not in request.WAIT_CODES:
-        return "all are full" if r.refusal.code in ("busy", "full") else "refused for good"
+        return "all are full" if full else "refused for good"
     there = now < (r.nobody or now) + r.limits.worker
     return "nobody is there" if there else "nobody came in `worker_seconds`"
 

@@ -248,6 +248,32 @@ async def test_a_workers_problem_reaches_the_client_and_the_other_leg(cluster):
     await quiet(cluster)
 
 
+async def test_a_worker_that_lost_it_is_not_asked_again_because_another_is_busy(bare, monkeypatch):
+    """Every attempt at one prefill fails late, and the other has no room for a moment: three losses in a row were an error."""
+    await bare.add_decode()
+    bad, good = await bare.add_prefill(), await bare.add_prefill()
+    problem = m.Problem(502, "prefill_transfer", "every write comes too late")
+
+    def fails(message):
+        bad.runs.append(message)
+        good.refuse = m.Refused("busy", "tokens wait", m.Load())
+        entry = m.OutEntry(message.request, message.attempt, 0, 0, b"", finish="abort", problem=problem)
+        bad.bus.publish(subjects.out(message.gateway), m.Out(bad.instance, bad.epoch, len(bad.runs), [entry]))
+        return m.Accepted(bad.load())
+
+    monkeypatch.setitem(bad._handlers, "run", fails)
+    good.refuse = m.Refused("draining", "not now")  # so that the bad one is tried at all
+    await bare.start_gateway()
+    await bare.ready(2, 1)
+    task = asyncio.create_task(bare.post(chat()))
+    await eventually(lambda: bad.runs and bare.gateway.dispatcher.queued)
+    await asyncio.sleep(1.0)  # called up again and again meanwhile
+    good.refuse = None
+    good.announce()
+    assert (await task)[0] == 200 and len(bad.runs) == 1
+    await quiet(bare)
+
+
 def start_process(role, *flags) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-m", f"headrace.{role}", *flags])
 

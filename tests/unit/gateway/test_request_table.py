@@ -40,6 +40,9 @@ EVENTS = {  # the table's words -> what the state has besides its phase, and the
     "nobody waits, images are lost": ({"blind": True}, request.Placed(False)),
     "a pair": ({}, request.Pair("p2", "d2")),
     "no pair, some are shunned": ({"shunned": frozenset({"d1"})}, request.NoPair("worker")),
+    "no pair, some are shunned, the others are full": (
+        {"shunned": frozenset({"d1"}), "lost": NOW - 1.0, "refusal": m.Refused("busy", "why")}, request.NoPair("worker")
+    ),
     "no pair, all are full": ({"refusal": m.Refused("full", "why")}, request.NoPair("worker")),
     "no pair, nobody is there": ({}, request.NoPair("worker")),
     "no pair, nobody came in `worker_seconds`": ({"nobody": NOW - LIMITS.worker}, request.NoPair("worker")),
@@ -171,6 +174,17 @@ def test_a_worker_that_does_both_is_asked_counted_and_cancelled_once():
 def test_what_has_output_and_finds_no_worker_says_that_its_worker_died():
     _, effects = request.step(state("placing")._replace(begun=True, nobody=1.0), request.NoPair("decode worker"), NOW)
     assert effects[-1].error.code == "worker_died" and "decode worker" in effects[-1].error.message
+
+
+def test_who_lost_it_is_asked_again_when_nobody_else_has_room_for_long():
+    """It may be well by now: only asked last."""
+    full = m.Refused("busy", "why")
+    waits = state("placing")._replace(shunned=frozenset({"d1"}), lost=NOW, refusal=full, excluded=frozenset({"d2"}))
+    for later in (0.0, LIMITS.worker - 0.1):
+        after, _ = request.step(waits, request.NoPair("worker"), NOW + later)
+        assert after.phase is Phase.LINE and after.shunned == {"d1"}
+    _, effects = request.step(waits, request.NoPair("worker"), NOW + LIMITS.worker)
+    assert effects == [request.Choose(frozenset({"d2"}))]
 
 
 # ---------------------------------------------------------------- output of a choice

@@ -80,6 +80,7 @@ class Request(NamedTuple):
     losses: int = 0  # attempts that were accepted and then lost, since the last one that gave output
     migrations: int = 0  # attempts that went on with output
     shunned: frozenset[str] = NOBODY  # workers that lost it: others first
+    lost: float = 0.0  # when the last one did
     excluded: frozenset[str] = NOBODY  # workers that refused it, since it last waited
     refusal: m.Refused | None = None  # the last one since then
     nobody: float = 0.0  # since when no worker is there, or none that would take anything
@@ -445,7 +446,7 @@ def step(r: Request, event: Any, now: float) -> Step:
         case Breaks(error):
             return _over(r, "failed", Fail(error))
         case Problem() | Died() | Unrepeatable():
-            return _trouble(r, event)
+            return _trouble(r, event, now)
     return _placing(r, event, now)
 
 
@@ -479,8 +480,8 @@ def _placing(r: Request, event: Any, now: float) -> Step:
         case Phase.PLACING, Pair(prefill, decode):
             after = r._replace(phase=Phase.ADMITTING, attempt=r.attempt + 1, prefill=prefill, decode=decode)
             return after, [Admit(after.attempt, decode)]
-        case Phase.PLACING, NoPair() if r.shunned:  # there is nobody else
-            return _choose(r._replace(shunned=NOBODY))
+        case Phase.PLACING, NoPair() if r.shunned and not (_full(r) and now < r.lost + r.limits.worker):
+            return _choose(r._replace(shunned=NOBODY))  # there is nobody else, or none that has room soon
         case Phase.PLACING, NoPair(missing):
             return _nobody(r, missing, now)
         case Phase.PLACING, OtherOutput(missing):
@@ -515,7 +516,7 @@ def _choose(r: Request) -> Step:
 
 def _nobody(r: Request, missing: str, now: float) -> Step:
     """Nobody has room, or nobody is there. One that was killed or drained is replaced soon; a mismatch is not."""
-    if r.refusal is not None and r.refusal.code in ("busy", "full"):
+    if _full(r):
         return _wait(r._replace(nobody=0.0), now)
     if r.refusal is not None and r.refusal.code not in WAIT_CODES:
         return _give_up(r, errors.from_refusal(r.refusal, "workers"))
@@ -523,6 +524,11 @@ def _nobody(r: Request, missing: str, now: float) -> Step:
     if now >= nobody + r.limits.worker:
         return _give_up(r, errors.no_workers(missing, r.limits.worker))
     return _wait(r._replace(nobody=nobody), now)
+
+
+def _full(r: Request) -> bool:
+    """Somebody would take it, and has no room."""
+    return r.refusal is not None and r.refusal.code in ("busy", "full")
 
 
 def _wait(r: Request, now: float) -> Step:
@@ -585,24 +591,24 @@ def _choice(r: Request, event: ChoiceOver | ChoiceFinished, now: float) -> Step:
 # ---------------------------------------------------------------- trouble
 
 
-def _trouble(r: Request, event: Problem | Died | Unrepeatable) -> Step:
+def _trouble(r: Request, event: Problem | Died | Unrepeatable, now: float) -> Step:
     """An attempt is over before its time."""
     match event:
         case Problem(attempt, worker, problem) if attempt == r.attempt and (r.phase in HELD or r.phase is Phase.ADMITTING):
             error = errors.from_problem(problem)
             if problem.status < 500 and problem.code not in RETRY_CODES:
                 return _over(r, "failed", Fail(error), but=worker)
-            return _lost(r._replace(blind=r.blind or problem.code in BLIND_CODES), worker, error)
+            return _lost(r._replace(blind=r.blind or problem.code in BLIND_CODES), worker, error, now)
         case Died(worker, role, why) if worker in r.watched:
-            after, effects = _lost(r, worker, errors.worker_died(role, why), dead=worker)
+            after, effects = _lost(r, worker, errors.worker_died(role, why), now, dead=worker)
             return after, [Cancel(r.attempt, r.role(worker), worker, "failed"), *effects]
         case Unrepeatable(attempt, why) if attempt == r.attempt and r.phase in HELD:
             lost = errors.worker_died("decode", f"output was lost and can't be repeated: {why}")
-            return _lost(r, r.decode, lost)
+            return _lost(r, r.decode, lost, now)
     return r, []
 
 
-def _lost(r: Request, worker: str, error: GatewayError, dead: str = "") -> Step:
+def _lost(r: Request, worker: str, error: GatewayError, now: float, dead: str = "") -> Step:
     """This attempt can't go on; the leg that is left is cancelled. Another one goes on with what was output, if any."""
     limits, losses = r.limits, r.losses + 1
     if not r.left:  # nothing but decode's last word is missing
@@ -611,7 +617,7 @@ def _lost(r: Request, worker: str, error: GatewayError, dead: str = "") -> Step:
         return _over(r, "failed", Fail(error), but=worker, dead=dead)
     told = [*_cancels(r, "failed", but=worker), Retry(r.attempt, worker, error.message, r.begun), *_let_go(r, dead)]
     after = r._replace(
-        losses=losses, migrations=r.migrations + r.begun, shunned=r.shunned | {worker},
+        losses=losses, migrations=r.migrations + r.begun, shunned=r.shunned | {worker}, lost=now,
         attempt=r.attempt + 1,  # now: output of the lost attempt is stale from here on
     )  # fmt: skip
     if r.begun and r.choices > 1:
