@@ -10,7 +10,7 @@ import sys
 import aiohttp
 import pytest
 
-from headrace.bus import Bus, BusSettings, Peers, Prober, Service, Settings, StartError, Trace, gather, subjects
+from headrace.bus import Bus, BusSettings, Peers, Prober, Pulse, Service, Settings, StartError, Trace, gather, subjects
 from headrace.bus import messages as m
 from headrace.bus.testing import NatsServer, eventually
 
@@ -177,6 +177,20 @@ async def test_prober_finds_the_dead_but_not_the_idle(nats, bus, echo):
     assert sorted(dead) == sorted([(gone.instance, "it has left the bus"), ("mute", "it missed 2 pings")])
     await mute.close()
     await prober.stop()
+
+
+async def test_a_bus_that_carries_nothing_is_found_and_so_is_its_return(nats, bus):
+    """Connected all the while: the client's own pings come to nothing later."""
+    told = []
+    pulse = Pulse(bus, lambda: told.append("silent"), lambda: told.append("back"))
+    assert await pulse.doubt() and not pulse.silent and told == []
+    nats.process.send_signal(signal.SIGSTOP)
+    first, second = pulse.doubt(), pulse.doubt()
+    assert not await first and not await second and pulse.silent and told == ["silent"]
+    nats.process.send_signal(signal.SIGCONT)
+    await eventually(lambda: not pulse.silent)
+    assert told == ["silent", "back"] and await pulse.doubt()
+    await pulse.stop()
 
 
 async def test_nobody_is_dead_while_the_bus_itself_is_silent(nats, bus, echo):

@@ -11,9 +11,10 @@ import time
 import pytest
 from gateway_cluster import TEXT, chat, events, text_of
 
+from headrace.bus import connection, subjects
 from headrace.bus import messages as m
-from headrace.bus import subjects
 from headrace.bus.testing import eventually
+from headrace.gateway.request import Phase
 
 SOON = 30.0  # seconds; far below the deadline of 600 s, and no matter how slow the machine is
 
@@ -545,6 +546,50 @@ async def test_nats_that_stays_away_ends_streams_with_an_error(cluster):
     assert chunks[-1]["error"]["code"] == "bus_down"
     cluster.nats.start()
     await eventually(lambda: cluster.gateway.bus.connected)
+
+
+async def test_a_bus_that_swallows_everything_is_told_to_clients(bare, monkeypatch):
+    """Connected, and nothing comes back: not found by the client's own pings here, but by questions without an answer."""
+    monkeypatch.setattr(connection, "PING_SECONDS", 600)
+    decode = await bare.add_decode()
+    await bare.add_prefill()
+    await bare.start_gateway(bus_grace_seconds=0.5, command_seconds=0.3)
+    await bare.ready()
+    decode.hold_at = 5
+    running = asyncio.create_task(bare.stream(chat()))
+    await eventually(lambda: decode.done and len(next(iter(decode.done.values()))) == 5)
+    bare.nats.process.send_signal(signal.SIGSTOP)
+    try:
+        chunks = await asyncio.wait_for(running, SOON)
+        assert text_of(chunks[:-1]) == "the water runs down from" and chunks[-1]["error"]["code"] == "bus_down"
+        assert bare.gateway.bus.connected and bare.gateway.dispatcher.pulse.silent
+        assert bare.gateway.not_ready_because() == "NATS is connected and carries nothing"
+        status, headers, reply = await bare.post(chat())
+        assert status == 503 and reply["error"]["code"] == "bus_down" and headers["Retry-After"]
+    finally:
+        bare.nats.process.send_signal(signal.SIGCONT)
+    await eventually(lambda: bare.gateway.dispatcher.on_the_bus)
+    decode.hold_at = -1
+    decode.go.set()
+    assert (await bare.post(chat()))[0] == 200
+    await quiet(bare)
+
+
+async def test_what_waits_for_an_answer_when_the_bus_falls_silent_goes_on_with_it(bare, monkeypatch):
+    monkeypatch.setattr(connection, "PING_SECONDS", 600)
+    await bare.add_decode()
+    await bare.add_prefill()
+    await bare.start_gateway(bus_grace_seconds=60.0, command_seconds=0.3, queue_seconds=0.5)
+    await bare.ready()
+    bare.nats.process.send_signal(signal.SIGSTOP)
+    try:
+        task = asyncio.create_task(bare.post(chat()))
+        await eventually(lambda: any(r.state.phase is Phase.OFFLINE for r in bare.gateway.dispatcher.records.values()))
+        await asyncio.sleep(1.0)  # longer than it would wait in line
+    finally:
+        bare.nats.process.send_signal(signal.SIGCONT)
+    assert (await task)[0] == 200
+    await quiet(bare)
 
 
 async def test_no_tensor_rides_on_the_bus(cluster):

@@ -6,7 +6,7 @@
 from . import messages, subjects
 from .connection import Bus, BusSettings, Subscription
 from .errors import BusError, BusTimeout, Disconnected, NoResponder, Overflow, StartError, TooLarge
-from .presence import Peers, Prober
+from .presence import Peers, Prober, Pulse
 from .service import Service, run_service
 from .settings import Meta, Settings, SettingsError
 from .subjects import nuid
@@ -14,6 +14,6 @@ from .trace import Trace, gather
 
 __all__ = [
     "Bus", "BusError", "BusSettings", "BusTimeout", "Disconnected", "Meta", "NoResponder", "Overflow", "Peers", "Prober",
-    "Service", "Settings", "SettingsError", "StartError", "Subscription", "TooLarge", "Trace", "gather", "messages", "nuid",
-    "run_service", "subjects",
+    "Pulse", "Service", "Settings", "SettingsError", "StartError", "Subscription", "TooLarge", "Trace", "gather", "messages",
+    "nuid", "run_service", "subjects",
 ]  # fmt: skip

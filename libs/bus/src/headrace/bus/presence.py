@@ -1,8 +1,8 @@
 """Who is there, and who has died.
 
-Knows: presence messages (`Peers`) and pings (`Prober`). Presence says who exists, in which state, with which load; it is too
-slow to say who is dead. Death is found by probing instances that have work in flight: every 250 ms, two misses or nobody
-listening. When the bus itself answers nothing, silence says nothing about anybody.
+Knows: presence messages (`Peers`), pings (`Prober`), the bus's own silence (`Pulse`). Presence says who exists, in which state,
+with which load; it is too slow to say who is dead. Death is found by probing instances that have work in flight: every 250 ms,
+two misses or nobody listening. When the bus itself answers nothing, silence says nothing about anybody.
 Does not know: what anybody does with it.
 """
 
@@ -159,15 +159,58 @@ async def is_silent(bus: Bus, role: str, instance: str, sender: str) -> bool:
     return False
 
 
+class Pulse:
+    """Whether the bus carries anything for us, though it seems connected: a wire that swallows everything is found by the
+    client's own pings only after three of them. Asked only when somebody gave no answer.
+
+    `on_silent()` and `on_back()` are called in turn."""
+
+    def __init__(self, bus: Bus, on_silent: Callable[[], None], on_back: Callable[[], None]):
+        self._bus, self._on_silent, self._on_back = bus, on_silent, on_back
+        self.silent = False
+        self._task: asyncio.Task | None = None
+        self._verdict: asyncio.Future[bool] | None = None
+
+    def doubt(self) -> asyncio.Future[bool]:
+        """Somebody gave no answer. -> whether the bus carries anything, known within SILENT_SECONDS."""
+        if self._task is None:
+            self._verdict = asyncio.get_running_loop().create_future()
+            self._task = asyncio.create_task(self._look(self._verdict))
+        assert self._verdict is not None
+        return self._verdict
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _look(self, verdict: asyncio.Future[bool]) -> None:
+        try:
+            if await answers(self._bus):
+                return verdict.set_result(True)
+            log.warning("nothing comes back from the bus", seconds=SILENT_SECONDS)
+            self.silent = True
+            self._on_silent()
+            verdict.set_result(False)
+            while not await answers(self._bus):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)  # off the bus it fails at once
+            self.silent = False
+            self._on_back()
+        finally:
+            self._task = None
+
+
 class Prober:
-    """Pings watched instances. `on_dead(instance, why)` is called once; the instance is then no longer watched.
+    """Pings watched instances. `on_dead(instance, why)` is called once; the instance is then no longer watched. `on_doubt()`:
+    one missed its pings.
 
     While this process itself is disconnected nobody is declared dead."""
 
     def __init__(
-        self, bus: Bus, sender: str, on_dead: Callable[[str, str], None], on_pong: Callable[[m.Pong], None] | None = None
+        self, bus: Bus, sender: str, on_dead: Callable[[str, str], None], on_pong: Callable[[m.Pong], None] | None = None,
+        on_doubt: Callable[[], object] = lambda: None,
     ):  # fmt: skip
-        self._bus, self._sender, self._on_dead, self._on_pong = bus, sender, on_dead, on_pong
+        self._bus, self._sender, self._on_dead, self._on_pong, self._on_doubt = bus, sender, on_dead, on_pong, on_doubt
         self._watched: dict[str, list] = {}  # instance -> [role, uses, misses, epoch]
         self._task: asyncio.Task | None = None
         self._doubts: dict[str, asyncio.Task] = {}  # instances that missed pings, while the bus is asked for a sign of life
@@ -227,6 +270,7 @@ class Prober:
         if isinstance(error, NoResponder):
             self._declare(instance, "it has left the bus")
         elif isinstance(error, BusError) and state[2] >= PROBE_MISSES and instance not in self._doubts:
+            self._on_doubt()
             self._doubts[instance] = task = asyncio.ensure_future(self._doubt(instance))
             task.add_done_callback(lambda _: self._doubts.pop(instance, None))
 

@@ -154,7 +154,7 @@ class Api:
         tenant = self.auth.tenant(request.headers)
         self._count_body(call, request.content_length or 0)
         body = await self._json(request, call)
-        if not gateway.bus.connected:
+        if not gateway.dispatcher.on_the_bus:
             raise errors.bus_down()
         options = models.options
         if not options.models:

@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from headrace.bus import Bus, Disconnected, Peers, Prober, Trace, subjects
+from headrace.bus import Bus, Disconnected, Peers, Prober, Pulse, Trace, subjects
 from headrace.bus import messages as m
 
 from . import errors, request
@@ -40,7 +40,8 @@ class Dispatcher:
         self.records: dict[str, Record] = {}
         self.line = Line()
         self.legs = Legs(bus, gateway, epoch, settings)
-        self.prober = Prober(bus, gateway, self.worker_died, lambda pong: router.loaded(pong.instance, pong.load))
+        self.pulse = Pulse(bus, self._on_disconnect, self._on_reconnect)
+        self.prober = Prober(bus, gateway, self.worker_died, self._on_pong, self.pulse.doubt)
         self.counters = dict.fromkeys(
             ("retries", "migrations", "gaps", "resumes", "unknown_outputs", "stale_outputs", "deaths", "deadlines", "cancels",
              "queued"), 0,
@@ -64,6 +65,7 @@ class Dispatcher:
         for record in list(self.records.values()):
             self.happens(record, request.Breaks(errors.draining()))
         await self.prober.stop()
+        await self.pulse.stop()
         self.output.stop()
         for handle in (self._nudge, self._grace):
             if handle is not None:
@@ -113,7 +115,7 @@ class Dispatcher:
         for record in list(self.records.values()):
             if now >= record.state.due:
                 self._carry_out(record, *request.tick(record.state, now))
-            elif record.state.phase is Phase.OFFLINE and self.bus.connected:
+            elif record.state.phase is Phase.OFFLINE and self.on_the_bus:
                 self.happens(record, request.BusBack())
             else:
                 record.sink.tick(now, silence)
@@ -281,6 +283,8 @@ class Dispatcher:
     # ------------------------------------------------------------ the legs' answers
 
     def _admit(self, record: Record, attempt: int) -> None:
+        if self.pulse.silent:
+            return self.happens(record, request.Offline(attempt))
         decode = record.pair[1].instance
         record.asked = time.monotonic()
 
@@ -314,19 +318,32 @@ class Dispatcher:
         """Refused, or nothing was heard, or we are off the bus."""
         if isinstance(answer, Disconnected):
             return self.happens(record, request.Offline(attempt))
-        refusal = answer if isinstance(answer, m.Refused) else None
-        if refusal is None or refusal.code not in ("busy", "full", "invalid"):
+        if not isinstance(answer, m.Refused):
+            known = self.pulse.doubt()
+            return known.add_done_callback(lambda carries: self._unanswered(record, attempt, worker, carries.result()))
+        if answer.code not in ("busy", "full", "invalid"):
             self.router.avoid(worker)
-        if refusal is not None:
-            self.router.loaded(worker, refusal.load)
-            log.debug("refused", instance=worker, code=refusal.code, message=refusal.message)
-        self.happens(record, request.Refused(attempt, worker, refusal))
+        self.router.loaded(worker, answer.load)
+        log.debug("refused", instance=worker, code=answer.code, message=answer.message)
+        self.happens(record, request.Refused(attempt, worker, answer))
+
+    def _unanswered(self, record: Record, attempt: int, worker: str, carries: bool) -> None:
+        """The worker is to blame only if the bus carries anything."""
+        if not carries:
+            return self.happens(record, request.Offline(attempt))
+        self.router.avoid(worker)
+        self.happens(record, request.Refused(attempt, worker, None))
 
     def first_output(self, record: Record) -> None:
         if record.origin is None:
             record.origin = record.group.layout_id, record.group.checkpoint
             self.trace.event(record.request, "gateway.first_token", (time.monotonic() - record.received) * 1e3)
         self.happens(record, request.FirstOutput())
+
+    @property
+    def on_the_bus(self) -> bool:
+        """Connected, and what we send comes somewhere, as far as is known."""
+        return self.bus.connected and not self.pulse.silent
 
     # ------------------------------------------------------------ workers that die, and the bus itself
 
@@ -339,18 +356,23 @@ class Dispatcher:
         for record in list(self.records.values()):
             self.happens(record, request.Died(instance, role, why))
 
+    def _on_pong(self, pong: m.Pong) -> None:
+        self.router.loaded(pong.instance, pong.load)
+
     def _on_disconnect(self) -> None:
         if self._grace is None:
             self._grace = self.loop.call_later(self.settings.bus_grace_seconds, self._on_grace_over)
 
     def _on_grace_over(self) -> None:
         self._grace = None
-        if not self.bus.connected:
+        if not self.on_the_bus:
             for record in list(self.records.values()):
                 self.happens(record, request.Breaks(errors.bus_down()))
 
     def _on_reconnect(self) -> None:
         """Output may have been lost, and nothing would tell: ask for it."""
+        if not self.on_the_bus:  # connected, and nothing has come back yet
+            return
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None

@@ -20,6 +20,7 @@ import structlog
 
 from headrace.bus import Bus, BusError, BusTimeout, Disconnected, NoResponder, Peers, Trace
 from headrace.bus import messages as m
+from headrace.bus.presence import answers
 from headrace.kv.grants import Writing
 from headrace.recipe import ImageSource
 from headrace.recipe.images import MAX_IMAGE_BYTES, MAX_IMAGES, MAX_REQUEST_BYTES, MAX_URL, ImageError, decode_data_url
@@ -249,7 +250,7 @@ class Images:
 
     async def _request(self, seen: Seen, presence: m.Presence, verb: str, message: m.Message) -> Any:
         """The answer. Raises Lost when there is none, GatewayError at the deadline."""
-        heard = time.monotonic()
+        heard, off = time.monotonic(), 0.0
         while True:
             now = time.monotonic()
             if now >= seen.deadline:
@@ -257,6 +258,12 @@ class Images:
             try:
                 return await self._bus.request("vision", presence.instance, verb, message, self._settings.command_seconds)
             except BusTimeout as error:
+                if not await answers(self._bus):  # that says nothing about the worker
+                    heard, off = time.monotonic(), off or now
+                    if heard - off > self._settings.bus_grace_seconds:
+                        raise errors.bus_down() from None
+                    continue
+                off = 0.0
                 if now - heard > SILENCE_SECONDS:
                     self._peers.forget(presence.instance)
                     raise Lost(str(error)) from error

@@ -96,6 +96,8 @@ class Gateway(Service):
         """Ready to serve: on the bus, and a prefill and a decode worker are there."""
         if why := super().not_ready_because():
             return why
+        if self.dispatcher.pulse.silent:
+            return "NATS is connected and carries nothing"
         whole = any(group.prefills and group.decodes for group in self.router.groups.values())
         return "" if whole else "no model has both a prefill and a decode worker"
 

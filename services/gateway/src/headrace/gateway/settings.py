@@ -72,7 +72,7 @@ class GatewaySettings(Settings):
     max_migrations: Annotated[int, Meta(ge=0, description="times that a request with output may go on elsewhere")] = 8
     command_seconds: Annotated[float, Meta(gt=0, description="longest wait for the answer of a worker")] = 1.0
     grammar_seconds: Annotated[float, Meta(gt=0, description="the same where it may have to compile a grammar first")] = 6.0
-    bus_grace_seconds: Annotated[float, Meta(gt=0, description="how long running streams survive without NATS")] = 5.0
+    bus_grace_seconds: Annotated[float, Meta(gt=0, description="how long requests outlive a bus that is away or silent")] = 5.0
     keepalive_seconds: Annotated[float, Meta(gt=0, description="a silent stream gets a comment this often")] = 5.0
     client_buffer_bytes: Annotated[int, Meta(ge=4096, description="unsent bytes of one stream; a slower client is dropped")] = (
         1 << 20
