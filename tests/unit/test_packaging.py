@@ -117,10 +117,13 @@ def test_settings_on_the_configuration_page_exist():
 
 
 def traced(path: Path, room: str) -> set[str]:
-    """Names of the trace events that a source file makes; the kvstore's helper adds the role itself."""
+    """Names of the trace events that a source file makes: constants among the arguments, a choice of two included; the
+    kvstore's helper adds the role itself."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and len(node.args) > 1]
-    calls = [call for call in calls if getattr(call.func, "attr", "") in ("event", "_note")]
-    names = [call.args[1].value for call in calls if isinstance(call.args[1], ast.Constant)]
+    calls = [call for call in calls if getattr(call.func, "attr", "") in ("event", "_note", "_traced")]
+    given = [argument for call in calls for argument in call.args[1:3]]
+    given += [way for argument in given if isinstance(argument, ast.IfExp) for way in (argument.body, argument.orelse)]
+    names = {argument.value for argument in given if isinstance(argument, ast.Constant)}
     return {name if "." in name else f"{room}.{name}" for name in names if isinstance(name, str)}
 
 
