@@ -75,21 +75,23 @@ def has_bf16_pairs() -> bool:
     return torch.version.cuda is not None and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
-_workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}  # registry: one scratch space per device
+_workspaces: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # registry: scratch of a device, by size
 
 
 def workspace(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scratch fp32 memory and int32 counters of a device, for products that split K.
 
     Counters are zero between launches (each kernel puts back what it counted), so no launch has to clear them. One
-    stream per device at a time may use it: programs of two concurrent launches would count each other.
+    stream per device at a time may use it: programs of two concurrent launches would count each other. Scratch that a larger
+    launch outgrew is kept: a captured graph may still use it. Each is twice the one before, so all are twice the last.
     """
-    partial, counter = _workspaces.get(device, (None, None))
-    if partial is None or partial.numel() < floats or counter.numel() < counters:
-        partial = torch.empty(max(floats, 1 << 22), dtype=torch.float32, device=device)
-        counter = torch.zeros(max(counters, 1 << 14), dtype=torch.int32, device=device)
-        _workspaces[device] = (partial, counter)
-    return partial, counter
+    known = _workspaces.setdefault(device, [])
+    if known and known[-1][0].numel() >= floats and known[-1][1].numel() >= counters:
+        return known[-1]
+    least = (2 * known[-1][0].numel(), 2 * known[-1][1].numel()) if known else (1 << 22, 1 << 14)
+    partial = torch.empty(max(floats, least[0]), dtype=torch.float32, device=device)
+    known.append((partial, torch.zeros(max(counters, least[1]), dtype=torch.int32, device=device)))
+    return known[-1]
 
 
 _INTERPRETED = tl.constexpr(INTERPRETED)

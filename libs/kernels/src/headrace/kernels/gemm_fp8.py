@@ -105,7 +105,7 @@ def _launch(a, a_scale, b, b_scale, group_of_row, counts, batch_invariant, out, 
     left = TensorDescriptor.from_tensor(a, [bm, BLOCK])
     if config["NARROW"]:
         splits = _splits(grid_m * column_tiles, k // BLOCK, config["WAVES"]) if not batch_invariant and mode == 0 else 1
-        partial, counter = workspace(a.device, splits * rows * n if splits > 1 else 1, grid_m * column_tiles)
+        partial, counter = workspace(a.device, *((splits * rows * n, grid_m * column_tiles) if splits > 1 else (1, 1)))
         right = TensorDescriptor.from_tensor(b.view(groups * n, k), [bn, BLOCK])
         _narrow_kernel[(column_tiles, grid_m, splits)](
             left, right, a_scale, b_scale, index, out, partial, counter, m, rows, n,

@@ -135,7 +135,7 @@ def gemm_upcast(
     splits = 1
     if mode == 0 and not batch_invariant:
         splits = _splits(grid_m * column_tiles, k // (STEP * atoms), config["WAVES"])
-    partial, counter = workspace(x.device, splits * rows * n if splits > 1 else 1, grid_m * column_tiles)
+    partial, counter = workspace(x.device, *((splits * rows * n, grid_m * column_tiles) if splits > 1 else (1, 1)))
     words = x if scale is None else scale.contiguous().view(torch.uint8).view(torch.int32)
     x_words = x if x_scale is None else x_scale.contiguous().view(torch.uint8).view(torch.int32)
     index = counts if masked else group_of_row if mode == 1 else x

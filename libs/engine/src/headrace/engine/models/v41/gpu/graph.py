@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.kernels._triton import workspace
-
 from .rows import GpuRows
 
 Value = np.ndarray | torch.Tensor
@@ -81,7 +79,6 @@ class Graph:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool):
             self.out = self.run()
-        self._scratch = workspace(device, 1, 1)  # the kernels' own, which a larger launch would replace and free
 
     @property
     def pool(self) -> Any:
