@@ -337,7 +337,7 @@ def choice_words(c: choice.Choice, event: Any) -> str:
         case choice.Unanswered():
             return "no answer"
         case choice.Unreachable():
-            return "nobody can be asked"
+            return "nobody can be asked" + (", more is missing" if c.behind else "")
     return ""
 
 

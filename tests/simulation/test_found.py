@@ -54,6 +54,22 @@ FOUND = {
         (Request(1.527, 351, 0, max_tokens=8, stream=False), Request(0.61, 448, 1, max_tokens=8, stream=False)),
         (Message("Bytes", 2, "flip"), Hurt("stop", "prefill", 0, 0.474, 2.617)),
     ),
+    "what a broken bus left unanswered is asked again when the bus is back, in whichever order the two are heard of": Plan(
+        2003963, config(), (Request(0.05, 183, 0, max_tokens=2),),
+        (Message("Out", 1, "drop"), Hurt("stop", "gateway", 0, 0.15, 1.0), Span("bus down", 0.5, 0.3)),
+    ),
+    "a question about an attempt that prefill never accepted does not keep the next one from asking": Plan(
+        2026519, config(), (Request(0.05, 183, 0, max_tokens=2),),
+        (Message("Accepted", 1, "drop"), Message("Out", 1, "drop"), Message("Resume", 1, "drop"), Message("Out", 3, "drop"),
+         Span("slow", 0.0, 1.5, 0.001)),
+    ),
+    "an older attempt that was admitted late ends when a newer one asks for its room": Plan(
+        5000237, config(transports=["shm", "tcp"], max_num_seqs=2, slab_slots=0, chunk=128, prefill_seconds=0.0001,
+                        tick_seconds=0.02),
+        (Request(0.195, 353, 0, max_tokens=8, stream=False), Request(0.596, 39, 1, max_tokens=8, stream=False),
+         Request(0.657, 469, 0, n=2, max_tokens=8, stream=False)),
+        (Message("Admit", 4, "double"),),
+    ),
     "a deadline that passes while no worker is there ends the request": Plan(
         49, config(transports=["tcp"], queue_seconds=1.0, max_num_seqs=2), (Request(0.75, 170, 1, n=2, deadline=2.0),),
         (Hurt("cut mute", "prefill", 0, 0.199, 2.843),),

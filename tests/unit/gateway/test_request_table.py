@@ -204,6 +204,7 @@ OUTPUT = {  # words -> event, what the sink says that is kept
     "answered, more is missing": (choice.Answered(), -1),
     "no answer": (choice.Unanswered(), -1),
     "nobody can be asked": (choice.Unreachable(), -1),
+    "nobody can be asked, more is missing": (choice.Unreachable(), -1),
 }
 
 

@@ -98,7 +98,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Superseded:
-    """A newer attempt was admitted."""
+    """A newer attempt asks for admission."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,10 @@ class DecodeService(WorkerService):
         packed = message.block_hashes
         hashes = [packed[i : i + m.HASH_BYTES] for i in range(0, len(packed), m.HASH_BYTES)]
         pins: list[int] = []
-        refusal = self.not_ready() or self._stale(message) or self._invalid(message)
+        refusal = self._stale(message)
+        if refusal is None:
+            self._supersede(message)
+            refusal = self.not_ready() or self._invalid(message)
         if refusal is None:
             pins = self.engine.pool.match(hashes) if hashes else []
             refusal = self._full(message, len(pins))
@@ -162,11 +165,14 @@ class DecodeService(WorkerService):
             self.counters["refused"] += 1
             self.happens(key, attempt.Judged(refusal.code))
             return refusal
-        older = self.attempts.get(message.request)
-        if older is not None:
-            self.happens(f"{message.request}/{older}", attempt.Superseded(), why="superseded")
         self.happens(key, attempt.Judged(), message=message, hashes=hashes, pins=pins)
         return m.Admitted(len(pins), self.load())
+
+    def _supersede(self, newer: m.Admit) -> None:
+        """The gateway runs one attempt at a time. The older one ends first: it may hold the room that this one asks for."""
+        older = self.attempts.get(newer.request)
+        if older is not None:
+            self.happens(f"{newer.request}/{older}", attempt.Superseded(), why="superseded")
 
     def _take_credit(self, key: str, message: m.Admit, hashes: list[bytes], pins: list[int]) -> None:
         now = time.monotonic()

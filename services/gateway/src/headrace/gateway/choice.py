@@ -73,7 +73,8 @@ class Unanswered:
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """Nobody can be asked now. The prober finds a dead worker; a bus that comes back makes everything `Missing`."""
+    """Nobody could be asked then. The prober finds a dead worker; a bus that comes back makes everything `Missing`, perhaps
+    before this is told."""
 
 
 # ---------------------------------------------------------------- effects
@@ -129,10 +130,12 @@ def step(choice: Choice, event: Any, now: float = 0.0) -> Step:
             return _missing(choice)
         case Answered() if choice.asking and not choice.behind:
             return choice._replace(asking=False), ()
-        case Answered() | Unanswered() if choice.asking:
+        case Unanswered() if choice.asking:
+            return choice._replace(behind=False), (Ask(choice.next),)
+        case Answered() | Unreachable() if choice.behind:
             return choice._replace(behind=False), (Ask(choice.next),)
         case Unreachable():
-            return choice._replace(asking=False, behind=False), ()
+            return choice._replace(asking=False), ()
     return choice, ()
 
 

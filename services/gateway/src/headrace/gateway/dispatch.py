@@ -154,6 +154,7 @@ class Dispatcher:
             case request.Look():
                 record.look = self.legs.aside(self._look(record))
             case request.Admit(attempt):
+                record.expect()  # here, not at a loss: one that was merely refused may have had questions open too
                 self._admit(record, attempt)
             case request.Hold(attempt, watched):
                 prefill, decode = record.pair
@@ -197,7 +198,7 @@ class Dispatcher:
             case request.Shed():
                 self.trace.event(record.request, "gateway.cancelled", ms)
             case request.Retry(attempt, worker, why, migrates):
-                record.expect()
+                record.replay()
                 tokens = sum(choice.next for choice in record.choices)
                 self.counters["migrations" if migrates else "retries"] += 1
                 self.trace.event(record.request, "gateway.migrate" if migrates else "gateway.retry", None, attempt=attempt,

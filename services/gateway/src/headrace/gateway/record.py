@@ -142,9 +142,12 @@ class Record:
             self.scores += part.logprobs
 
     def expect(self) -> None:
-        """Another attempt: from the first token on, or from behind what was output."""
+        """Output of another attempt: from the first token on, or from behind what was output."""
         self.usage = None
         self.choices = [choice.carried() for choice in self.choices]
+
+    def replay(self) -> None:
+        """What was output belongs to the prompt of the next attempt."""
         if self.sampling.n == 1 and self.outputs[0]:
             self.prompt = self._continued(self.outputs[0])
 
@@ -164,7 +167,7 @@ class Record:
         part.arrival, part.first_choice, part.origin = self.arrival, self.first_choice + number, self.origin
         part.state, part.seen, part.look_again = self.state.part(), self.seen, self.look_again
         part.choices, part.outputs = [self.choices[number]], [self.outputs[number]]
-        part.expect()
+        part.replay()
         return part
 
     def total_usage(self) -> m.Usage:
