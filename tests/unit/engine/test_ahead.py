@@ -12,6 +12,8 @@ import pytest
 from headrace.engine import api
 from headrace.engine.core import EngineCore
 from headrace.engine.llm import Answer, Choice, _note, collect
+from headrace.engine.loader import load_model
+from headrace.engine.make_checkpoint import make_checkpoint
 from headrace.engine.pipeline import Pipeline
 from headrace.engine.toy import ToyModel
 
@@ -282,3 +284,35 @@ def test_with_a_thread_of_its_own(grammars):
         assert not mine.error
         if mine.request != "r11":
             same(mine, theirs)
+
+
+@pytest.mark.parametrize("numerics", ["exact", "bounded"])
+def test_real_arithmetic_gives_the_same_bits(tmp_path, numerics):
+    """DeepSeek-V4.1, batch invariant: steps in a thread, planned ahead, in other batches than those of steps that wait."""
+    model = load_model(make_checkpoint("w16", 3, tmp_path / "model"), numerics=numerics, batch_invariant=True)
+    chance, todo = random.Random(2), []
+    for i in range(7):
+        ids = chance.choices(range(3, model.vocab_size), k=chance.randint(1, 150))
+        stops = tuple(chance.sample(range(3, model.vocab_size), 12))
+        sampling = api.SamplingParams(
+            seed=i,
+            max_tokens=chance.randint(1, 14),
+            stop_token_ids=stops,
+            logprobs=2,
+            n=1 + (i == 3),
+            presence_penalty=0.5 * (i % 2),
+        )
+        todo.append(api.EngineRequest(f"r{i}", ids, [], sampling))
+    sizes = {"num_blocks": 24, "max_num_seqs": 5, "max_num_batched_tokens": 5 + 160, "prefix_caching": False}
+    wanted = collect(EngineCore(model, api.EngineConfig(**sizes, async_scheduling=False)), todo)
+    core, waiting = EngineCore(model, api.EngineConfig(**sizes)), list(todo)
+    answers = {r.request: Answer(r.request, list(r.ids), [Choice() for _ in range(r.sampling.n)]) for r in todo}
+    with Pipeline(core) as pipeline:
+        while waiting or core.has_work():
+            if waiting:
+                core.submit(waiting.pop(0))
+            for event in pipeline.step() or ():
+                _note(answers[event.request], event)
+    for mine, theirs in zip(answers.values(), wanted, strict=True):
+        assert not mine.error and not theirs.error
+        same(mine, theirs)
