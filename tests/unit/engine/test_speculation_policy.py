@@ -13,6 +13,7 @@ from headrace.engine import sequence as seq
 from headrace.engine.speculation import (
     CLOSED_STEPS,
     GATE_STEPS,
+    PLAIN_STEPS,
     PROBE_STEPS,
     Costs,
     Options,
@@ -24,6 +25,7 @@ from headrace.engine.speculation import (
     survival_of,
     top_lengths,
 )
+from headrace.engine.stepcurve import _curve
 
 blocks = st.lists(st.lists(st.floats(0.01, 1.0), max_size=5), min_size=1, max_size=6).map(
     lambda lists: [sorted(one, reverse=True) for one in lists]
@@ -193,6 +195,72 @@ def test_the_budget_is_made_from_older_confidences_and_handed_out_by_newer_ones(
     assert speculator.lengths([Ready(a, 5), Ready(b, 5)], 100) == [1, 0]
     a.draft.older, b.draft.older = [0.9, 0.9], [0.9, 0.9]
     assert speculator.lengths([Ready(a, 5), Ready(b, 5)], 100) == [2, 2]
+
+
+def test_where_nothing_can_be_bent_the_newest_confidences_make_the_budget():
+    """Exact acceptance: the tokens are the same however many drafts are verified."""
+    curve = StepCurve({1: 1.0, 2: 1.05, 64: 60.0})
+    for exact, budget in ((False, 0), (True, 1)):
+        speculator, one = Speculator(Options(1, exact=exact), Costs(curve, StepCurve({1: 1e-6}))), sequence("a", 0.9)
+        one.draft.older = [0.01]
+        assert speculator.lengths([Ready(one, 1)], 9) == [budget]
+
+
+def test_uneven_windows_that_cost_as_much_as_whole_ones_are_not_chosen():
+    rows = {n: 1.0 + 0.02 * n for n in (1, 2, 4, 8, 12)}
+    speculator = Speculator(Options(5, exact=True), Costs(StepCurve(rows), StepCurve({1: 1e-6})))
+    some = [sequence("a", 0.9, 0.8, 0.7, 0.6, 0.5), sequence("b", 0.9, 0.8, 0.01, 0.01, 0.01)]
+    ready = [Ready(one, 5) for one in some]
+    assert speculator.lengths(ready, 99) == [5, 2], "by the rows alone"
+    seconds = dict.fromkeys(("logits", "restore", "sample", "pack"), 0.0)
+    for _ in range(300):
+        speculator.costs.observe(9, 0, seconds | {"forward": 1.25}, True, even=False)
+        speculator.costs.observe(12, 0, seconds | {"forward": 1.24}, True, even=True)
+    assert speculator.costs.uneven > 1.01
+    assert speculator.lengths(ready, 99) == [5, 5]
+
+
+def test_what_a_step_without_drafts_takes_is_measured_again_now_and_then():
+    speculator, one = (
+        Speculator(Options(5), Costs(StepCurve({1: 1.0, 6: 1.1}), StepCurve({1: 1e-3}))),
+        sequence("a", *[0.99] * 5),
+    )
+    drafts = []
+    for _ in range(2 * PLAIN_STEPS + 10):
+        lengths = speculator.lengths([Ready(one, len(one.draft.tokens))], 100)
+        wanted = speculator.wants([one])
+        drafts.append(bool(wanted))
+        plan = seq.Plan(samples=[seq.Sample(one, 0, 4, one.draft.tokens[: lengths[0]])])
+        result = seq.Result(tokens=[[seq.Chosen(7)] * (lengths[0] + 1)])
+        result.proposals = {one: seq.Proposal([7] * 5, [5.0] * 5)} if wanted else {}
+        speculator.settle(plan, result, [one])
+    assert drafts.count(False) == 2
+
+
+def test_drafts_behind_the_end_of_an_output_are_worth_nothing():
+    """They stood, so the gate has nothing against them; but what is promised for the next ones counts output alone."""
+    speculator, one = Speculator(Options(5, budget=100)), sequence("a", *[0.99] * 5)
+    for _ in range(60):
+        speculator.lengths([Ready(one, 5)], 100)
+        plan = seq.Plan(samples=[seq.Sample(one, 0, 4, [7] * 5)])
+        result = seq.Result(tokens=[[seq.Chosen(7)] * 6], proposals={one: seq.Proposal([7] * 5, [5.0] * 5)})
+        speculator.settle(plan, result, [one], kept=[2])
+    assert speculator.trust < 0.5 and speculator.gated == 0 and speculator.counts["accepted"] == [60] * 5
+
+
+def test_step_times_take_turns_and_never_fall_with_more_rows():
+    clock, calls = [0.0], []
+
+    def work(size: int) -> None:
+        calls.append(size)
+        slow = 3.0 if len(calls) < 5 else 1.0  # the machine is busy at first
+        clock[0] += slow * size
+
+    assert _curve([1, 2, 4], work, math.inf, lambda: clock[0]) == {1: 1.0, 2: 2.0, 4: 4.0}
+    clock[0], calls[:] = 0.0, []
+    assert _curve([1, 2, 4], lambda size: clock.__setitem__(0, clock[0] + 5 - size), math.inf, lambda: clock[0]) == {
+        1: 1.0, 2: 1.0, 4: 1.0
+    }  # fmt: skip
 
 
 def test_drafting_stops_where_it_costs_more_than_it_brings_and_is_tried_again():

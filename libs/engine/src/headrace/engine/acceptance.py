@@ -246,7 +246,7 @@ class FixedCosts(Costs):
     def __init__(self) -> None:
         super().__init__(StepCurve({1: 1.0, 2: 1 / 0.5, 3: 1 / 0.45}), StepCurve({1: 1e-12}))
 
-    def observe(self, rows, drafted, seconds) -> None: ...
+    def observe(self, *_) -> None: ...
 
 
 class NoEarlyStop(Speculator):

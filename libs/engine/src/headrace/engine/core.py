@@ -80,6 +80,7 @@ class EngineCore:
         self._plans: deque[Plan] = deque()  # made, and neither applied nor failed: at most `depth`
         self._eos = frozenset(model.eos_token_ids)
         self._meter = _Meter()
+        self._host = 0.0  # seconds that applying the last step took, by the runner's clock
 
     def use(self, speculator: Speculator | None) -> None:
         """Another policy of speculative decoding, between two steps."""
@@ -179,11 +180,12 @@ class EngineCore:
 
     def plan(self) -> Plan | None:
         assert len(self._plans) < self.depth, f"{self.depth} plans are neither applied nor failed"
-        began = time.perf_counter()
+        began, clock = time.perf_counter(), self.runner.clock()
         plan = self.scheduler.schedule(self._clock(), self._plans[-1] if self._plans else None)
         if plan is not None:
             self._plans.append(plan)
             plan.seconds = self._meter.expected(plan)
+            plan.host = self.runner.clock() - clock + self._host
         self._meter.add("schedule", time.perf_counter() - began)
         return plan
 
@@ -198,9 +200,11 @@ class EngineCore:
 
     def apply(self, plan: Plan, result: Result) -> list[api.Event]:
         self._leave(plan)
-        began = time.perf_counter()
+        began, clock = time.perf_counter(), self.runner.clock()
+        result.seconds["host"] = plan.host
         events = self.postprocessor.commit(plan, result)
         self._meter.step(plan, result, time.perf_counter() - began)
+        self._host = self.runner.clock() - clock
         return events
 
     def fail(self, plan: Plan | None, error: BaseException) -> list[api.Event]:
@@ -287,7 +291,8 @@ def _speculator(config: api.EngineConfig, runner: Runner) -> Speculator | None:
     temperatures = read_temperatures(config.draft_calibration, block) if config.draft_calibration else ()
     if config.confidence_normed is not None:
         model.set_confidence_normed(config.confidence_normed)
-    options = Options(block, config.draft_budget, temperatures, config.rollback_gate)
+    exact = config.acceptance == "exact"
+    options = Options(block, config.draft_budget, temperatures, config.rollback_gate, exact)
     if config.draft_budget is not None:
         return Speculator(options)
     forward, draft = measure(runner, config.max_num_seqs, config.max_num_batched_tokens, block)

@@ -24,7 +24,9 @@ class Postprocessor:
         """Carry out what the step came to. Returns the events of it, and of the time since the last one."""
         self._leave_step(plan)
         if self.speculator is not None:
-            self.speculator.settle(plan, result, self.ledger.running)
+            pairs = zip(plan.samples, result.tokens, strict=True)
+            kept = [len(verdict(s.sequence, s.position, chosen, self.eos)[0]) for s, chosen in pairs]
+            self.speculator.settle(plan, result, self.ledger.running, kept)
         for sample in plan.samples:
             sample.sequence.pending -= sample.sequence not in result.gone
 

@@ -175,6 +175,7 @@ class Plan:
     after: Plan | None = None  # it was made while this one ran
     result: Result | None = None  # of its execution
     seconds: float = 0.0  # that it is expected to take; 0: not known
+    host: float = 0.0  # seconds that it took to apply the step before, and to make this plan
 
     def sequences(self) -> list[Sequence]:
         """Everyone whose memory this step touches, once."""
@@ -214,4 +215,4 @@ class Result:
     gone: set[Sequence] = field(default_factory=set)  # ended by the step before, when this one was planned: nothing was run
     scores: dict[int, list[tuple[int, float, list]]] = field(default_factory=dict)  # index of a row -> of the tokens after its
     proposals: dict[Sequence, Proposal] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)  # restore, forward, logits, sample, pack, draft
+    seconds: dict[str, float] = field(default_factory=dict)  # restore, forward, logits, sample, pack, draft; host: of its plan

@@ -35,7 +35,9 @@ CLOSED_STEPS = 32  # ... for so many steps
 # Without a verified draft for so many steps, so many sequences try, to learn whether times have changed; each vain try makes
 # the next one come twice as late.
 PROBE_STEPS, LATEST_PROBE, PROBES = 64, 1024, 4
-SLOW, LOCAL = 0.05, 0.2  # weight of a new time in averages; ... in the points next to a measurement
+PLAIN_STEPS = 1024  # with drafts, after which one goes without: what that costs must stay known
+SLOW = 0.05  # weight of a new time in averages
+SPEED, LOCAL, UNEVEN = 0.15, 0.05, 0.02  # of a time's error: by which a whole curve moves, its points next to it, `uneven`
 GUESS, FAITH, MEMORY = 3, 20, 500  # blocks that the first guesses count for: at confidences, at their worth; what is remembered
 OUTLIER = 2.0  # a measurement counts as at most so many times what was expected: somebody else may have had the processor
 MARGIN = 1.02  # drafting must promise so much more than no drafts: what is measured is not exact
@@ -97,8 +99,8 @@ def read_temperatures(path: str | Path, block: int) -> list[float]:
 class StepCurve:
     """Seconds of something by its size, from measured points: straight lines between them, corrected while running.
 
-    A measurement moves the whole curve a little (a machine that is slower today) and its two neighbours more (longer
-    contexts at that size)."""
+    A measurement moves the whole curve (a machine that is slower now) and its two neighbours a little more (longer contexts at
+    that size): sizes that are not used just now must keep their place beside those that are."""
 
     def __init__(self, points: Mapping[int, float]) -> None:
         if not points or min(points) < 1 or min(points.values()) <= 0:
@@ -112,12 +114,18 @@ class StepCurve:
             return value + (share - 1) * max(value - left_value, 0.0)
         return left_value + share * (value - left_value)
 
-    def observe(self, size: int, seconds: float) -> None:
-        error = min(max(seconds / self(size), 1 / OUTLIER), OUTLIER)
-        self.values = [value * error**SLOW for value in self.values]
+    def observe(self, size: int, seconds: float) -> float:
+        """Returns the factor by which the whole curve moved."""
+        error = bounded(seconds / self(size))
+        moved = error**SPEED
+        self.scale(moved)
         right, share = self._place(size)
         for at, weight in ((right, share), (right - 1, 1 - share)):
             self.values[at] *= error ** (LOCAL * max(0.0, min(weight, 1.0)))
+        return moved
+
+    def scale(self, factor: float) -> None:
+        self.values = [value * factor for value in self.values]
 
     def _place(self, size: int) -> tuple[int, float]:
         """The point to the right of a size (or the last one), and how far it has come towards it from the one before."""
@@ -128,26 +136,46 @@ class StepCurve:
         return right, (size - left) / (self.sizes[right] - left)
 
 
+def bounded(error: float) -> float:
+    return min(max(error, 1 / OUTLIER), OUTLIER)
+
+
 @dataclass(slots=True)
 class Costs:
-    """What a step takes apart: the forward pass and logits by rows, a draft by sequences, and the rest."""
+    """What a step takes apart: the forward pass and logits by rows, a draft by sequences, and the rest: sampling, the host."""
 
     forward: StepCurve
     draft: StepCurve
-    rest: float = 0.0  # seconds of everything else, averaged
+    rest: list[float] = field(default_factory=lambda: [0.0, 0.0])  # seconds of steps that verify no draft, and that do
 
-    def step(self, sequences: int, draft: bool) -> Seconds:
+    uneven: float = 1.0  # what a forward pass takes where sequences verify different numbers of drafts, for its curve's seconds
+
+    def step(self, sequences: int, draft: bool, even: bool = True) -> Seconds:
         """Rows -> seconds of a step of so many sequences, with or without a draft behind it."""
-        fixed = self.rest + (self.draft(sequences) if draft else 0.0)
-        return lambda rows: self.forward(rows) + fixed
+        plain, verifies = self.rest
+        fixed = self.draft(sequences) if draft else 0.0
 
-    def observe(self, rows: int, drafted: int, seconds: Mapping[str, float]) -> None:
-        """A step that only decoded. seconds: as in `Result`."""
-        self.forward.observe(rows, seconds["forward"] + seconds["logits"])
+        def seconds(rows: int) -> float:
+            if rows <= sequences:
+                return self.forward(rows) + fixed + (plain or verifies)
+            return self.forward(rows) * (1.0 if even else self.uneven) + fixed + (verifies or plain)
+
+        return seconds
+
+    def observe(self, rows: int, drafted: int, seconds: Mapping[str, float], verifies: bool, even: bool = True) -> None:
+        """A step that only decoded. seconds: as in `Result`. `even`: all sequences verified as many drafts."""
+        took = seconds["forward"] + seconds["logits"]
+        if not even:
+            took /= self.uneven
+            self.uneven = max(1.0, self.uneven * bounded(took / self.forward(rows)) ** UNEVEN)
+        moved = self.forward.observe(rows, took)
         if drafted:
             self.draft.observe(drafted, seconds["draft"])
-        rest = sum(seconds[name] for name in ("restore", "sample", "pack"))
-        self.rest += SLOW * (rest - self.rest) if self.rest else rest
+        else:  # the same machine
+            self.draft.scale(moved)
+        rest = sum(seconds.get(name, 0.0) for name in ("restore", "sample", "pack", "host"))
+        known = self.rest[verifies]
+        self.rest[verifies] += SLOW * (rest - known) if known else rest
 
 
 # ---------------------------------------------------------------- the policy
@@ -159,6 +187,7 @@ class Options:
     budget: int | None = None  # drafts that a step verifies at most; None: what the costs say
     temperatures: Sequence[float] = ()  # of sequential calibration, one a position; none: 1
     gate: float = 0.3  # a step that rejects more of a sequence's drafts than this is a bad one
+    exact: bool = False  # acceptance that gives the same tokens however many are verified: then a choice can bend nothing
 
 
 @dataclass(slots=True)
@@ -184,7 +213,7 @@ class Speculator:
     windows: int = 0  # sequences' steps that verified drafts
     gated: int = 0  # times that the gate closed
     typical: list[float] = field(init=False)  # survival by position, averaged over all blocks
-    _promised: float = 1.0  # of drafts that were verified, how many the confidences let expect and how many stood: averages
+    _promised: float = 1.0  # of verified drafts, how many the confidences let expect and how many became output: averages
     _kept: float = 1.0
     _blocks: int = 0  # drafted
     _patience: int = PROBE_STEPS
@@ -192,6 +221,7 @@ class Speculator:
     _fitted: list[float] = field(default_factory=list)
     _fitted_at: int = 1  # windows, when they were fitted
     _verified_at: int = 0  # the last step with a verified draft
+    _plain_at: int = 0  # the last step without any
 
     def __post_init__(self) -> None:
         block = self.options.block
@@ -208,6 +238,7 @@ class Speculator:
         self.step += 1
         survival = [entry.sequence.draft.survival[: entry.most] for entry in ready]
         if not any(survival):
+            self._plain_at = self.step
             return [0] * len(ready)
         lengths = top_lengths(survival, min(self._budget(ready, survival), spare))
         if any(lengths):
@@ -221,17 +252,26 @@ class Speculator:
         if self._probing or self.step - self._verified_at >= self._patience:
             self._probing = False
             return PROBES
-        seconds = self.costs.step(len(ready), draft=True)
-        settled = any(entry.sequence.draft.older for entry in ready)
+        sequences = len(ready)
+        settled = not self.options.exact and any(entry.sequence.draft.older for entry in ready)
         if settled:  # a sequence without an older block counts as a typical one
             survival = [
                 (entry.sequence.draft.older or self.typical)[: len(block)] for entry, block in zip(ready, survival, strict=True)
             ]
+        early = self.stops_early and not settled and not self.options.exact
         worth = [[a * self.trust for a in block] for block in survival]
-        return best_budget(worth, len(ready), seconds, most, early_stop=self.stops_early and not settled)
+        uneven, even = (self.costs.step(sequences, True, even) for even in (False, True))
+        budget = best_budget(worth, sequences, uneven if sequences > 1 else even, most, early_stop=early)
+        if early or len({entry.most for entry in ready}) > 1:
+            return budget
+        tau = [sequences + sum(sorted((a for block in worth for a in block), reverse=True)[:n]) for n in (budget, most)]
+        rate = tau[0] / (uneven if 0 < budget < most and sequences > 1 else even)(sequences + budget)
+        return most if tau[1] / even(sequences + most) >= rate else budget
 
     def wants(self, sampled: Sequence[seq.Sequence]) -> list[seq.Sequence]:
         """Who of those that get a token in this step is to get new drafts behind it."""
+        if self.options.budget is None and self.step - self._plain_at >= PLAIN_STEPS:
+            return []
         open_ = [s for s in sampled if s.draft.closed_until <= self.step and not self._ends(s)]
         if open_ and self.pays(len(sampled)):
             self._patience = PROBE_STEPS
@@ -265,13 +305,17 @@ class Speculator:
 
     # ------------------------------------------------------------ behind a step
 
-    def settle(self, plan: seq.Plan, result: seq.Result, running: Sequence[seq.Sequence]) -> None:
-        """Learn from a step; hand out its proposals. Drafts live for one step: who got none has none."""
-        for sample, chosen in zip(plan.samples, result.tokens, strict=True):
+    def settle(
+        self, plan: seq.Plan, result: seq.Result, running: Sequence[seq.Sequence], kept: Sequence[int] | None = None
+    ) -> None:
+        """Learn from a step; hand out its proposals. Drafts live for one step: who got none has none. `kept`: of each sample's
+        tokens those up to the one that ends its output."""
+        kept = kept or [len(chosen) for chosen in result.tokens]
+        for sample, chosen, useful in zip(plan.samples, result.tokens, kept, strict=True):
             for place in range(len(sample.sequence.draft.tokens)):
                 self.counts["verified" if place < len(sample.drafts) else "pruned"][place] += 1
             if sample.drafts and chosen:
-                self._judge(sample, len(chosen) - 1)
+                self._judge(sample, len(chosen) - 1, useful - 1)
         self._blocks += len(result.proposals)
         for sequence in running:
             draft, proposal = sequence.draft, result.proposals.get(sequence)
@@ -285,9 +329,11 @@ class Speculator:
                     self.typical[place] += _weight(self._blocks, GUESS) * (a - self.typical[place])
         decodes_only = len(plan.samples) == len(plan.rows) == plan.rows_planned - plan.draft_rows > 0
         if self.costs is not None and decodes_only and not plan.restore:
-            self.costs.observe(plan.rows_planned, len(result.proposals), result.seconds)
+            even = len({len(sample.drafts) for sample in plan.samples}) == 1
+            self.costs.observe(plan.rows_planned, len(result.proposals), result.seconds, plan.draft_rows > 0, even)
 
-    def _judge(self, sample: seq.Sample, accepted: int) -> None:
+    def _judge(self, sample: seq.Sample, accepted: int, useful: int) -> None:
+        """`useful`: of the accepted drafts, those that are output."""
         draft, verified = sample.sequence.draft, len(sample.drafts)
         self.windows += 1
         self.tokens += accepted + 1
@@ -296,7 +342,7 @@ class Speculator:
             self.counts["accepted"][place] += 1
         weight = _weight(self.windows, FAITH)
         self._promised += weight * (sum(draft.survival[:verified]) - self._promised)
-        self._kept += weight * (accepted - self._kept)
+        self._kept += weight * (useful - self._kept)
         if (verified - accepted) / verified <= self.options.gate:
             draft.bad_steps = 0
             return

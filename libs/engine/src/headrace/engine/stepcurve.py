@@ -6,6 +6,7 @@ made of them (`speculation.StepCurve`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ from .batch import Segment
 from .runner import Runner
 from .scheduler import LOOK_BACK
 
-REPEATS = 3  # timed runs of a size, after one that is not; the fastest counts: others have a share of somebody else's work
+REPEATS = 5  # timed runs of a size, after one that is not; the fastest counts: others have a share of somebody else's work
 LIMIT = 10.0  # seconds for all of it: sizes that do not fit in are left to the last line of the curve
 
 
@@ -44,17 +45,27 @@ def _sizes(most: int) -> list[int]:
 
 
 def _curve(sizes: list[int], work: Callable[[int], None], end: float, clock: Callable[[], float]) -> dict[int, float]:
+    """The sizes take turns, so that a slow moment of the machine meets all of them; and more never takes less, so what is above
+    the time of a larger size is noise."""
     out: dict[int, float] = {}
+
+    def timed(size: int) -> float:
+        began = clock()
+        work(size)
+        return clock() - began
+
     for size in sizes:
         work(size)
-        times = []
-        for _ in range(REPEATS):
-            began = clock()
-            work(size)
-            times.append(clock() - began)
-        out[size] = min(times)
+        out[size] = timed(size)
         if time.monotonic() > end:
             break
+    for _ in range(REPEATS - 1):
+        for size in out:
+            if time.monotonic() <= end:
+                out[size] = min(out[size], timed(size))
+    least = math.inf
+    for size in sorted(out, reverse=True):
+        least = out[size] = min(least, out[size])
     return out
 
 
