@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import random
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from headrace.cli.drill import rows, soak, soak_report
 from headrace.cli.drill.client import Ask, Seen, _failed, _take
@@ -40,6 +43,20 @@ def test_a_stream_is_read_token_by_token_and_errors_keep_their_code():
     assert one.story() == "worker_lost in the stream" and one.message == "gone"
     _failed(one, 503, "not JSON")
     assert one.story() == "503 worker_lost" and one.status == 503
+
+
+def test_asks_with_a_picture_are_chats_and_each_has_its_own():
+    first, second = Mix(prompts=(5,), outputs=(4,), sees=True).asks(2, 7)
+    urls = []
+    for ask in (first, second):
+        text, image = ask.body("m")["messages"][0]["content"]
+        assert ask.path == "/v1/chat/completions" and len(text["text"].split()) == len(ask.ids)
+        data = base64.b64decode(image["image_url"]["url"].removeprefix("data:image/png;base64,"))
+        shown = Image.open(io.BytesIO(data))
+        assert shown.size == (96, 64) and shown.mode == "RGB" and len(shown.getcolors()) > 10
+        urls.append(data)
+    assert urls[0] != urls[1] and "prompt" not in first.body("m")
+    assert Ask((1, 2), 3, 0).body("m")["prompt"] == [1, 2]
 
 
 def test_asks_are_different_and_reproducible():

@@ -18,7 +18,7 @@ from zlib import crc32
 
 import structlog
 
-from headrace.bus import Bus, BusError, BusTimeout, Disconnected, NoResponder, Peers, Trace
+from headrace.bus import Bus, BusError, BusTimeout, Disconnected, NoResponder, Peers, Prober, Trace
 from headrace.bus import messages as m
 from headrace.bus.presence import answers
 from headrace.kv.grants import Writing
@@ -62,7 +62,8 @@ class Seen:
 class Images:
     """One per gateway."""
 
-    def __init__(self, bus: Bus, peers: Peers, instance: str, trace: Trace, settings: Any):
+    def __init__(self, bus: Bus, peers: Peers, prober: Prober, instance: str, trace: Trace, settings: Any):
+        self._prober = prober  # which makes the dead leave
         self._bus, self._peers, self._instance, self._trace, self._settings = bus, peers, instance, trace, settings
         self.writing = Writing()
         self.counters = dict.fromkeys(("images", "image_bytes", "image_refusals", "vision_losses"), 0)
@@ -70,6 +71,7 @@ class Images:
         self._links: Links | None = None
         self._busy = 0  # requests whose images are being identified
         self._came = asyncio.Event()  # set whenever a vision worker speaks for the first time, or again
+        self._gone: dict[str, asyncio.Future[None]] = {}  # worker -> set when it leaves
         peers.watch(self._on_presence)
 
     async def look(
@@ -120,6 +122,7 @@ class Images:
             except Lost as error:
                 self.counters["vision_losses"] += 1
                 log.warning("vision worker lost", vision=presence.instance, why=str(error))
+                self._trace.event(seen.request, "gateway.vision_lost", None, vision=presence.instance, why=str(error))
                 seen.failed.add(presence.instance)
                 continue
             seen.vision = presence.instance
@@ -144,8 +147,12 @@ class Images:
         return presence
 
     def _on_presence(self, kind: str, presence: m.Presence) -> None:
-        if presence.role == "vision" and kind in ("join", "state", "epoch"):
+        if presence.role != "vision":
+            return
+        if kind in ("join", "state", "epoch"):
             self._came.set()
+        elif kind == "leave" and (gone := self._gone.pop(presence.instance, None)) is not None:
+            gone.set_result(None)
 
     def _choose(self, seen: Seen) -> m.Presence | None:
         """The worker that is likely to know the first image: in a conversation, images are added at the end. Those that were
@@ -167,13 +174,20 @@ class Images:
             async with gate:
                 return await self._identify(seen, presence, number, budget)
 
-        tasks = [asyncio.ensure_future(one(number)) for number in range(len(seen.sources))]
+        instance = presence.instance
+        gone = self._gone.setdefault(instance, asyncio.get_running_loop().create_future())
+        self._prober.watch("vision", instance)
+        found = asyncio.gather(*(one(number) for number in range(len(seen.sources))))
         try:
-            return list(await asyncio.gather(*tasks))
+            await asyncio.wait({found, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not found.done():
+                raise Lost(f"{instance} is gone")
+            return list(found.result())
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if not gone.done():  # else the prober has let go of it
+                self._prober.unwatch(instance)
+            found.cancel()
+            await asyncio.gather(found, return_exceptions=True)
 
     async def _identify(self, seen: Seen, presence: m.Presence, number: int, budget: _Budget) -> m.Identified:
         source = seen.sources[number]

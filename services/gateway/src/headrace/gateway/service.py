@@ -52,7 +52,7 @@ class Gateway(Service):
         self.peers = Peers(self.bus)
         self.router = Router(self.bus, self.peers, lambda: self.dispatcher.capacity(), settings.worker_seconds)
         self.dispatcher = Dispatcher(self.bus, self.peers, self.instance, self.epoch, self.router, self.trace, settings)
-        self.images = Images(self.bus, self.peers, self.instance, self.trace, settings)
+        self.images = Images(self.bus, self.peers, self.dispatcher.prober, self.instance, self.trace, settings)
         self.models = Models(settings, self.router, tokenizer)
         self.meters = Meters(self)
         self.peers.watch(self._on_presence)

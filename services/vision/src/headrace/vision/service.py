@@ -170,6 +170,7 @@ class VisionService(Service):
             free = self.staging.bytes_by_place()["free"]
             return m.Refused("full", f"{message.nbytes:,} bytes are to land; {free:,} are free", self.load(), 0.05)
         self._rooms[room.grant] = room
+        self.trace.event(message.request, "vision.granted", bytes=message.nbytes)
         return m.Deposited(room.grant, room.generation, room.offsets[0], self._address)
 
     # ------------------------------------------------------------ identify
@@ -235,6 +236,7 @@ class VisionService(Service):
                 return refusal
             if not self.writing.begin(message.grant):
                 return m.Refused("stale", f"grant {message.grant} is over")
+            self.trace.event(message.request, "vision.encoding", images=len(message.digests))
             job = self.delivering.start(message.grant, self._deliver(message))
         return _poll(job)
 

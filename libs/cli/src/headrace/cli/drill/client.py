@@ -1,15 +1,19 @@
 """A client of the system under drill: what it asks, and exactly what it sees, token by token.
 
-Knows: /v1/completions with token ids in and out (`return_token_ids`), streams that end well, with an error object, or not at
-all. Does not know: faults, or what the right answer is.
+Knows: /v1/completions with token ids in and out (`return_token_ids`), chats with a picture, streams that end well, with an
+error object, or not at all. Does not know: faults, or what the right answer is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
+import random
+import struct
 import time
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +31,16 @@ class Ask:
     max_tokens: int
     seed: int
     temperature: float = 0.0
+    sees: bool = False  # a chat about a picture of its own; the ids are its text then
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.sees else "/v1/completions"
 
     def body(self, model: str) -> dict[str, Any]:
         return {
             "model": model,
-            "prompt": list(self.ids),
+            **(self._chat() if self.sees else {"prompt": list(self.ids)}),
             "max_tokens": self.max_tokens,
             "seed": self.seed,
             "temperature": self.temperature,
@@ -40,6 +49,25 @@ class Ask:
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
+
+    def _chat(self) -> dict[str, Any]:
+        url = "data:image/png;base64," + base64.b64encode(picture(self.seed)).decode()
+        said = {"type": "text", "text": " ".join(map(str, self.ids))}
+        content = [said, {"type": "image_url", "image_url": {"url": url}}]
+        return {"messages": [{"role": "user", "content": content}], "thinking": {"type": "disabled"}}
+
+
+def picture(seed: int, width: int = 96, height: int = 64) -> bytes:
+    """A PNG of coloured squares."""
+    colours = random.Random(seed)
+    squares = [[colours.randbytes(3) for _ in range(width // 16)] for _ in range(height // 16)]
+    lines = b"".join(b"\0" + b"".join(colour * 16 for colour in squares[y // 16]) for y in range(height))
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, RGB
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
 
 
 @dataclass
@@ -105,8 +133,7 @@ class Client:
         return seen
 
     async def _stream(self, seen: Seen, cancel_at: int | None) -> None:
-        url = f"{self.url}/v1/completions"
-        async with self._session.post(url, json=seen.ask.body(self.model)) as response:
+        async with self._session.post(self.url + seen.ask.path, json=seen.ask.body(self.model)) as response:
             if response.status != 200:
                 return _failed(seen, response.status, await response.text())
             heard = time.monotonic()

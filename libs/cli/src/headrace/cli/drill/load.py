@@ -26,6 +26,7 @@ class Mix:
     outputs: tuple[int, ...] = (4, 12, 24)
     top: int = 250
     temperature: float = 0.0
+    sees: bool = False  # each with a picture
 
     def asks(self, count: int, seed: int) -> list[Ask]:
         """`count` different requests; half of them begin with one of four common prefixes of a block."""
@@ -36,7 +37,7 @@ class Mix:
             ids = tuple(rng.randrange(3, self.top) for _ in range(rng.choice(self.prompts)))
             if rng.random() < 0.5:
                 ids = (rng.choice(common) + ids)[: max(self.prompts)]
-            out.append(Ask(ids, rng.choice(self.outputs), seed * 1000 + number, self.temperature))
+            out.append(Ask(ids, rng.choice(self.outputs), seed * 1000 + number, self.temperature, self.sees))
         return out
 
 

@@ -10,7 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -100,7 +100,7 @@ class Round:
             if time.monotonic() > end:
                 raise CommandError(f"{name} never came to the point at which it should have ended or stopped")
             if all(task.done() for task in self.tasks):  # none of these requests came by it
-                self.send([Ask(seen.ask.ids, seen.ask.max_tokens, seen.ask.seed + len(self.seens)) for seen in self.seens[:2]])
+                self.send([replace(seen.ask, seed=seen.ask.seed + len(self.seens)) for seen in self.seens[:2]])
             await asyncio.sleep(POLL)
         self.over = time.monotonic()
         self.at, self.victim = before or self.over, name

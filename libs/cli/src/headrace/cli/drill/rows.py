@@ -32,6 +32,7 @@ from headrace.cli.state import StateDir
 
 LEASE = 1.0  # seconds: of a hand-off, in the drill's own system
 MIX = Mix(prompts=(300, 350, 400), outputs=(12, 16, 20))  # three to four chunks each
+SEES = Mix(prompts=(20, 30), outputs=(8, 12), sees=True)  # a picture each
 LONG = Mix(prompts=(100, 200, 300), outputs=(60,))  # streams that are under way for a while
 STREAM_SECONDS = 2.0
 NATS_AWAY = 5.0  # seconds
@@ -48,14 +49,16 @@ MOMENTS = {
     "decode": ("admit", "bound", "admitted", "first_token", "finished"),
     "kvstore": ("lookup", "stored"),
     "gateway": ("received", "admitted", "accepted", "first_token", "finished"),
+    "vision": ("granted", "identified", "encoding", "encoded"),
 }
 STOPS = {
     "prefill": ("accepted", "bound", "chunk:2", "written", "committed"),
     "decode": ("admit", "bound", "admitted", "first_token", "finished"),
     "kvstore": ("lookup", "stored"),
     "gateway": ("admitted", "first_token"),
+    "vision": ("granted", "identified", "encoding", "encoded"),
 }
-VICTIMS = {"prefill": "prefill-2", "decode": "decode-2", "kvstore": "kvstore", "gateway": "gateway"}
+VICTIMS = {"prefill": "prefill-2", "decode": "decode-2", "kvstore": "kvstore", "gateway": "gateway", "vision": "vision-2"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def _at(role: str, verb: str, moment: str) -> Row:
             await this.resume(victim)
 
     what = f"SIGKILL to a {role} at `{event}`" if verb == "kill" else f"{role} stopped for {STOPPED:g} s at `{event}`"
-    return Row(f"{role}-{verb}-{moment.replace(':', '')}", what, fault)
+    return Row(f"{role}-{verb}-{moment.replace(':', '')}", what, fault, mix=SEES if role == "vision" else MIX)
 
 
 def _signal(role: str, verb: str) -> Row:
@@ -230,10 +233,23 @@ async def run(console: Console, names: list[str], engine: str, model: Path | Non
     """Do the rows; -> the result."""
     rows = chosen(names)
     if running is not None:
-        target: Target = Borrowed(console, running)
+        summaries = await _at_target(console, Borrowed(console, running), rows, rounds)
     else:
+        summaries = []
         settings = SETTINGS | (EXACT if engine == "v41" else {})
-        target = Own(console, settings, engine=engine, model=model, preset="w16", prefill=2, decode=2)
+        if blind := [row for row in rows if not row.mix.sees]:
+            target = Own(console, settings, engine=engine, model=model, preset="w16", prefill=2, decode=2)
+            summaries += await _at_target(console, target, blind, rounds)
+        if seeing := [row for row in rows if row.mix.sees]:  # only what computes has eyes
+            options = {"engine": "v41", "preset": "nano-vision", "prefill": 2, "decode": 2, "vision": 2}
+            summaries += await _at_target(console, Own(console, SETTINGS | EXACT, **options), seeing, rounds)
+    return {
+        "ok": all(s.ok for s in summaries), "engine": engine, "rounds": rounds, "own": running is None,
+        "rows": [s.as_dict() for s in summaries],
+    }  # fmt: skip
+
+
+async def _at_target(console: Console, target: Target, rows: list[Row], rounds: int) -> list[Summary]:
     summaries = []
     async with contextlib.AsyncExitStack() as stack:
         if isinstance(target, Own) and any(row.cannot is netns.cannot for row in rows) and not netns.cannot():
@@ -247,10 +263,7 @@ async def run(console: Console, names: list[str], engine: str, model: Path | Non
             mix = long if row.mix is LONG else row.mix
             summaries.append(await _row(console, target, watch, replace(row, mix=mix), rounds))
         await watch.stop()
-    return {
-        "ok": all(s.ok for s in summaries), "engine": engine, "rounds": rounds, "own": running is None,
-        "rows": [s.as_dict() for s in summaries],
-    }  # fmt: skip
+    return summaries
 
 
 async def paced(target: Target) -> Mix:

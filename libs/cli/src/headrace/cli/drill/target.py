@@ -29,7 +29,7 @@ from headrace.cli.system import Options, System
 
 # What must be 0 once nothing is going on.
 OWED = ("live", "tickets", "used", "quarantined", "credits_used", "promised", "slots_out", "unbound", "handles", "grants",
-        "checking", "waiting")  # fmt: skip
+        "checking", "waiting", "deposits", "writing", "queue", "deliveries")  # fmt: skip
 POLL = 0.01  # seconds
 
 

@@ -18,7 +18,7 @@ from headrace.bus.connection import Subscription
 REMEMBERED = 20_000  # events, and requests
 
 # Events by which a service shows that it noticed something: another attempt, an error, a leg that ended early.
-REACTIONS = frozenset({"gateway.retry", "gateway.failed", "gateway.migrate", "prefill.failed"})
+REACTIONS = frozenset({"gateway.retry", "gateway.failed", "gateway.migrate", "gateway.vision_lost", "prefill.failed"})
 ENDS_BADLY = ("gateway_died", "handoff_", "prefill_", "deadline")  # reasons of decode.finished
 
 
