@@ -38,9 +38,8 @@ PROBE_STEPS, LATEST_PROBE, PROBES = 64, 1024, 4
 PLAIN_STEPS = 1024  # with drafts, after which one goes without: what that costs must stay known
 SLOW = 0.05  # weight of a new time in averages
 SPEED, LOCAL, UNEVEN = 0.15, 0.05, 0.02  # of a time's error: by which a whole curve moves, its points next to it, `uneven`
-GUESS, FAITH, MEMORY = 3, 20, 500  # blocks that the first guesses count for: at confidences, at their worth; what is remembered
+GUESS, FAITH, MEMORY = 3, 20, 4000  # blocks that first guesses count for: at confidences, at their worth; what is remembered
 OUTLIER = 2.0  # a measurement counts as at most so many times what was expected: somebody else may have had the processor
-MARGIN = 1.02  # drafting must promise so much more than no drafts: what is measured is not exact
 COUNTS = ("drafted", "verified", "accepted", "pruned")  # by position in a block; pruned: drafted, not verified
 
 Seconds = Callable[[int], float]  # rows of a step -> its seconds
@@ -215,6 +214,7 @@ class Speculator:
     typical: list[float] = field(init=False)  # survival by position, averaged over all blocks
     _promised: float = 1.0  # of verified drafts, how many the confidences let expect and how many became output: averages
     _kept: float = 1.0
+    _spread: float = 1.0  # of those that stood, averaged: the variance
     _blocks: int = 0  # drafted
     _patience: int = PROBE_STEPS
     _probing: bool = False
@@ -287,14 +287,16 @@ class Speculator:
         return sequence.max_len - len(sequence.ids) <= 2
 
     def pays(self, sequences: int) -> bool:
-        """Whether a step that drafts makes more tokens a second than one that doesn't, by what is typical."""
+        """Whether a step that drafts makes more tokens a second than one that doesn't, by what is typical. In doubt it does:
+        who drafts learns what drafts are worth, who stopped by mistake does not."""
         if self.options.budget is not None:
             return True
         with_draft, without = self.costs.step(sequences, True), self.costs.step(sequences, False)
         least, tau = sequences / without(sequences), 1.0
+        doubt = math.sqrt(self._spread * _weight(self.windows, FAITH)) / self._promised  # one standard error of `trust`
         for length, a in enumerate(self.typical, 1):
-            tau += a * self.trust
-            if sequences * tau / with_draft(sequences * (1 + length)) > MARGIN * least:
+            tau += a * (self.trust + doubt)
+            if sequences * tau / with_draft(sequences * (1 + length)) > least:
                 return True
         return False
 
@@ -342,6 +344,7 @@ class Speculator:
             self.counts["accepted"][place] += 1
         weight = _weight(self.windows, FAITH)
         self._promised += weight * (sum(draft.survival[:verified]) - self._promised)
+        self._spread += weight * ((useful - self._kept) ** 2 - self._spread)
         self._kept += weight * (useful - self._kept)
         if (verified - accepted) / verified <= self.options.gate:
             draft.bad_steps = 0

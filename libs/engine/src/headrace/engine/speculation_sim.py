@@ -13,6 +13,8 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 from . import api
 from . import sequence as seq
@@ -51,12 +53,14 @@ def throughput(
     policy = Speculator(Options(len(profile), BUDGETS[way], gate=1.0), costs)
     sequences = [_sequence(i) for i in range(batch)]
     chances: dict[seq.Sequence, list[float]] = {}
-    tokens, seconds = 0, 0.0
+    tokens, seconds = 0.0, 0.0
     for step in range(steps):
         lengths = policy.lengths([Ready(s, len(s.draft.tokens)) for s in sequences], 1 << 30)
-        plan, result = seq.Plan(), seq.Result()
+        plan, result, expected = seq.Plan(), seq.Result(), float(batch)
         for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
-            lots = [rng.random() < chance for chance in chances.get(sequence, ())[:length]]
+            own = chances.get(sequence, [])[:length]
+            expected += sum(accumulate(own, mul))
+            lots = [rng.random() < chance for chance in own]
             stands = lots.index(False) if False in lots else length
             plan.samples.append(seq.Sample(sequence, i, 0, sequence.draft.tokens[:length]))
             plan.rows.append(None)  # nobody looks at it here
@@ -71,7 +75,7 @@ def throughput(
         result.seconds = {"forward": forward, "logits": 0.0, "draft": draft, "restore": 0.0, "sample": REST, "pack": 0.0}
         policy.settle(plan, result, sequences)
         if step >= warm_up:
-            tokens += sum(map(len, result.tokens))
+            tokens += expected
             seconds += forward + draft + REST
     return tokens / seconds
 
