@@ -13,12 +13,16 @@ from .runs import STAGES, Run
 SOURCES = {
     "generated": ("generators of this repository (`models/training/generators`)", "Apache-2.0"),
     "books": ("public-domain books (children's and adventure books, from mlschmitt/classic-books-markdown)", "public domain"),
-    "gsm8k": ("GSM8K, grade-school math problems (OpenAI)", "MIT"),
-    "tldr": ("tldr pages, by the tldr-pages contributors", "CC-BY-4.0"),
-    "wordnet": ("WordNet 3.1, Princeton University", "WordNet licence"),
+    "gsm8k": ("GSM8K, grade-school math problems, copyright 2021 OpenAI (https://github.com/openai/grade-school-math)", "MIT"),
+    "tldr": (
+        "tldr pages, by the tldr-pages team and contributors (https://github.com/tldr-pages/tldr), examples shown as questions "
+        "and answers", "CC-BY-4.0 (https://creativecommons.org/licenses/by/4.0/)",
+    ),
+    "wordnet": ("WordNet 3.1, Princeton University", "WordNet licence, below"),
     "code": ("the standard library of Python", "PSF-2.0"),
     "gym": ("tasks of reasoning-gym", "Apache-2.0"),
-}
+}  # fmt: skip
+WORDNET_LICENCE = Path(__file__).with_name("wordnet_licence.txt")  # must go with whatever is made of it
 
 
 def write(run: Run, out: Path, notes: Sequence[str] = ()) -> None:
@@ -43,6 +47,8 @@ def attribution(shares: dict[str, float]) -> str:
     """Whose texts the model has learnt from."""
     used = ["generated", *(name for name in SOURCES if name in shares)]
     lines = [f"- {SOURCES[name][0]}: {SOURCES[name][1]}" for name in used]
+    if "wordnet" in used:
+        lines += ["", "## WordNet licence", "", "```", WORDNET_LICENCE.read_text().strip(), "```"]
     return "\n".join(["# Attribution", "", "These weights (Apache-2.0) were trained on:", "", *lines, ""])
 
 

@@ -27,7 +27,7 @@ from . import mix
 from .runs import Run
 from .sample import PROMPT_WEIGHT, Renderer
 
-KINDS = ("story_chat", "three_digits", "tool_simple", "small_talk", "why", "table")
+KINDS = ("story_chat", "three_digits", "tool_simple", "small_talk", "why", "table", "books")  # books: free prose
 BINS = 10
 
 
@@ -188,7 +188,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--run", type=Path, help="the run it was exported from, for the export's KL")
     parser.add_argument("--count", type=int, default=50, help="sequences of each kind (default: 50)")
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), help=f"default: {' '.join(KINDS)}")
+    parser.add_argument("--kinds", nargs="+", help=f"default: {' '.join(KINDS)}, as far as their texts are here")
     parser.add_argument("--threads", type=int, help="CPU threads")
 
 
@@ -196,7 +196,8 @@ def main(args: argparse.Namespace) -> None:
     """Measure a checkpoint offline: losses, KL of the export, numerics classes, draft and its calibration."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    numbers = measure(args.checkpoint, Run(args.run) if args.run else None, args.count, tuple(args.kinds))
+    kinds = args.kinds or mix.available(dict.fromkeys(KINDS, 1.0))
+    numbers = measure(args.checkpoint, Run(args.run) if args.run else None, args.count, tuple(kinds))
     (args.checkpoint / "measured.json").write_text(json.dumps(numbers, indent=1))
     for name, value in numbers.items():
         print(f"{name:40} {value:.4g}")

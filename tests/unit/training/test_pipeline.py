@@ -19,7 +19,7 @@ from headrace.recipe import Tokenizer
 from models.training import card, carry, losses, own
 from models.training.__main__ import main
 from models.training.configs import root_config
-from models.training.evaluate import wilson
+from models.training.evaluate import begun, wilson
 from models.training.export import export
 from models.training.measure import measure, temperatures
 from models.training.optimizer import Optimizer, orthogonal, schedule
@@ -216,6 +216,16 @@ def test_intervals_hold_the_share():
     low, high = wilson(495, 500)
     assert low == pytest.approx(0.9768, abs=1e-3) and high == pytest.approx(0.9957, abs=1e-3)
     assert wilson(500, 500)[1] == pytest.approx(1.0) and wilson(0, 500)[0] == pytest.approx(0.0)
+
+
+def test_an_evaluation_adds_to_one_of_the_same_model_only(tmp_path):
+    file = tmp_path / "evaluation.json"
+    one = begun(file, "m", 0.0, "s")
+    one["results"]["sums"], one["tags"]["sums"] = {"share": 1.0}, [4, 4]
+    file.write_text(json.dumps(one))
+    assert begun(file, "m", 0.0, "s") == one
+    for other in (("n", 0.0, "s"), ("m", 0.5, "s"), ("m", 0.0, "t")):
+        assert not begun(file, *other)["results"]
 
 
 def test_a_table_of_temperatures_mends_an_overconfident_head():
