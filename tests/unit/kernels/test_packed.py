@@ -9,7 +9,7 @@ import torch
 
 from headrace.kernels import gemm_upcast
 from headrace.kernels._triton import HAVE_TRITON, INTERPRETED
-from headrace.kernels.gemm_upcast import pack_words
+from headrace.kernels.gemm_upcast import held, pack_words
 
 
 @pytest.mark.parametrize(("name", "largest"), [("mxfp4", 176), ("fp8", 182)])
@@ -46,3 +46,27 @@ def test_compiles_for_hopper(values, pairs):
     dots = [line for line in compiled.asm["ttgir"].splitlines() if "warp_group_dot " in line]
     assert len(dots) == values // 2
     assert all("dot_op<{opIdx = 0" in line for line in dots)  # weights reach the matrix unit from registers
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_a_weight_is_held_packed(name, lead):
+    """Experts are packed one by one, to what packing them together gives."""
+    n, k = 64, 256
+    if name == "mxfp4":
+        weight, rows = torch.randint(0, 256, (*lead, n, k // 2), dtype=torch.uint8), n
+    else:
+        weight, rows = torch.randn(*lead, n, k).to(torch.float8_e4m3fn), n // 32
+    scale = torch.randint(100, 130, (*lead, rows, k // 32), dtype=torch.uint8)
+    words, fields, packed = held(weight, scale, name)
+    expected = pack_words(weight, scale, name)
+    assert packed == expected[2] == f"{name}_words"
+    assert torch.equal(words, expected[0]) and torch.equal(fields, expected[1])
+
+
+def test_what_cannot_be_packed_is_held_as_stored():
+    short = torch.zeros(2, 32, dtype=torch.uint8), torch.zeros(2, 2, dtype=torch.uint8), "mxfp4"  # 64 columns
+    large = torch.zeros(2, 64, dtype=torch.uint8), torch.full((2, 4), 200, dtype=torch.uint8), "mxfp4"
+    for stored in (short, large, (torch.zeros(2, 128, dtype=torch.bfloat16), None, "bf16")):
+        kept = held(*stored)
+        assert kept[0] is stored[0] and kept[1] is stored[1] and kept[2] == stored[2]

@@ -66,6 +66,30 @@ def pack_words(weight: torch.Tensor, scale: torch.Tensor, name: str) -> tuple[to
     return half.to(torch.int16).flatten(-3).view(torch.int32), fields, PACKED[name]
 
 
+def held(weight: torch.Tensor, scale: torch.Tensor | None, name: str) -> tuple[torch.Tensor, torch.Tensor | None, str]:
+    """(W [n, k] or [G, n, k] as stored, its scale, its format) -> the same in the format to hold it in, for every batch.
+
+    Packed where it can be: k a multiple of 128 and no scale too large for `pack_words`. On an H200 that won for experts at 1 to
+    4,096 rows, and for FP8 linears at 256 rows and in whole steps of 1 to 4,096 (benchmarks/kernels.md). Groups are packed one
+    by one: packing takes about eight times the memory of what it packs.
+    """
+    if name not in PACKED or weight.shape[-1] * VALUES[name] % STEP:
+        return weight, scale, name
+    if int(scale.view(torch.uint8).max()) + FIELD[PACKED[name]] > 254:
+        return weight, scale, name
+    if weight.dim() == 2:
+        return pack_words(weight, scale, name)
+    words = torch.empty_like(weight.view(torch.uint8).view(torch.int32))
+    fields = torch.empty(weight.shape[0], *_fields_shape(scale), dtype=torch.int32, device=weight.device)
+    for g in range(weight.shape[0]):
+        words[g], fields[g], _ = pack_words(weight[g], scale[g], name)
+    return words, fields, PACKED[name]
+
+
+def _fields_shape(scale: torch.Tensor) -> tuple[int, int]:
+    return scale.shape[-1] // 4, scale.shape[-2]
+
+
 # bf16 keeps s at bit 15 and the low exponent bits and the first mantissa bit at 8, 7, 6. Three values fit a half so that one
 # shift brings them there; the fourth takes what is left.
 _E2M1_BITS = ((15, 8, 7, 6), (9, 2, 1, 0), (12, 5, 4, 3), (14, 13, 10, 11))

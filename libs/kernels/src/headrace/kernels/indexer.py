@@ -67,7 +67,7 @@ def index_scores(
         raise ValueError(f"the indexer needs index_fp4 keys of 128 and 16, 32, 64 or 128 heads: {kv.layout}, {dim}, {heads}")
     width = max_entries if candidates is None else candidates.shape[1] * CANDIDATE_BLOCK
     out = torch.empty(rows, width, dtype=torch.float32, device=q.device)
-    config = tuning.indexer()
+    config = tuning.indexer(rows, width)
     if rows and width and config["FORM"]:
         words = kv.bytes[: kv.bytes.numel() // 4 * 4].view(torch.int32)
         if kv.page_stride % 4 or kv.offset % 4:
@@ -135,7 +135,7 @@ def _score_kernel(
             scale = tl.load(pool + at + PAGE * 16 + slot, mask=seen, other=0)
             words = tl.load(key[:, None] + tl.arange(0, 16)[None, :], mask=seen[:, None], other=0)
         else:  # the tile lies in one page
-            page, slot = split_index(begin, PAGE)
+            page, slot = split_index(begin + tl.zeros([], tl.int32), PAGE)  # the interpreter counts in plain integers
             at = tl.load(table_ptr + sequence * table_stride + page).to(tl.int64) * page_stride + offset
             entry = slot + tl.arange(0, BLOCK_N)
             scale = tl.load(pool + at + PAGE * 16 + entry, mask=seen, other=0)

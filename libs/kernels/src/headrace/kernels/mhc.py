@@ -58,8 +58,9 @@ def mhc_pass(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """One reading of x bf16 [T, 4, D]. expand = (o bf16 [T, D], post, comb): x becomes the expanded streams first.
 
-    fn fp32 [24, 4 D], or bf16 [48, 4 D] from `split_projection`. Returns (streams: x itself without expand, u = collapse with
-    pre or None, parts fp32 [splits, T, 32 or 64] for `mhc_coefficients` with fn or None). D is a multiple of 64.
+    fn bf16 [48, 4 D] from `split_projection`, made once at load; an fp32 [24, 4 D] is split in every call. Returns (streams:
+    x itself without expand, u = collapse with pre or None, parts fp32 [splits, T, 64] for `mhc_coefficients` with fn or None).
+    D is a multiple of 64.
     `batch_invariant`: the projection is cut into as many parts for any T, so that a row's sum has one order.
     """
     tokens, streams, dim = x.shape
@@ -68,27 +69,7 @@ def mhc_pass(
     x = x.contiguous()
     out = torch.empty_like(x) if expand is not None else x
     u = torch.empty(tokens, dim, dtype=torch.bfloat16, device=x.device) if pre is not None else None
-    if fn is None or fn.dtype == torch.bfloat16:
-        return _pass(x, expand, pre, fn, out, u, batch_invariant)
-    block = 32
-    chunks = dim // block
-    rows = cdiv(tokens, 16)
-    splits = min(chunks, 16)
-    if not batch_invariant:
-        splits = max(1, min(splits, 4 * processor_count() // max(rows, 1)))
-    parts = torch.empty(splits, tokens, 32, dtype=torch.float32, device=x.device) if fn is not None else None
-    o, post, comb = expand if expand is not None else (x, x, x)
-    if tokens:
-        _mhc_kernel[(rows, splits)](
-            x, o, post, comb, pre if pre is not None else x, fn if fn is not None else x, out,
-            u if u is not None else x, parts if parts is not None else x, tokens, dim, chunks, cdiv(chunks, splits),
-            EXPAND=expand is not None, COLLAPSE=pre is not None, MIX=fn is not None, BLOCK_T=16, BLOCK_D=block, num_warps=4,
-        )  # fmt: skip
-    return out, u, parts
-
-
-def _pass(x, expand, pre, fn, out, u, batch_invariant):
-    tokens, _, dim = x.shape
+    fn = split_projection(fn) if fn is not None and fn.dtype == torch.float32 else fn
     config = tuning.mhc(tokens, batch_invariant)
     block = config["BLOCK_D"]
     rows, chunks = cdiv(tokens, config["BLOCK_T"]), dim // block
@@ -114,74 +95,12 @@ def mhc_coefficients(
     splits, tokens = parts.shape[:2]
     pre, post = (torch.empty(tokens, 4, dtype=torch.float32, device=parts.device) for _ in range(2))
     comb = torch.empty(tokens, 4, 4, dtype=torch.float32, device=parts.device)
-    if tokens and parts.shape[2] == 64:
+    if tokens:
         _sinkhorn_kernel[(cdiv(tokens, 8),)](
             parts, base, scale, pre, post, comb, tokens, splits, STREAMS * dim, rms_eps, eps, iterations,
             SPLITS=min(16, next_power_of_2(splits)), BLOCK=8, num_warps=4,
         )  # fmt: skip
-    elif tokens:
-        _coefficients_kernel[(cdiv(tokens, 32),)](
-            parts, base, scale, pre, post, comb, tokens, splits, STREAMS * dim, rms_eps, eps, iterations,
-            BLOCK=32, num_warps=1,
-        )  # fmt: skip
     return pre, post, comb
-
-
-@triton.jit
-def _mhc_kernel(
-    x_ptr, o_ptr, post_ptr, comb_ptr, pre_ptr, fn_ptr, out_ptr, u_ptr, part_ptr, tokens, dim, chunks, per_split,
-    EXPAND: tl.constexpr, COLLAPSE: tl.constexpr, MIX: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    live = token < tokens
-    token = token.to(tl.int64)
-    split = tl.program_id(1)
-    coefficient = tl.arange(0, 32)
-    acc = tl.zeros([BLOCK_T, 32], tl.float32)
-    squares = tl.zeros([BLOCK_T], tl.float32)
-    mask = live[:, None]
-    if EXPAND:
-        b0, a00, a10, a20, a30 = _column(post_ptr, comb_ptr, token, live, 0)
-        b1, a01, a11, a21, a31 = _column(post_ptr, comb_ptr, token, live, 1)
-        b2, a02, a12, a22, a32 = _column(post_ptr, comb_ptr, token, live, 2)
-        b3, a03, a13, a23, a33 = _column(post_ptr, comb_ptr, token, live, 3)
-    if COLLAPSE:
-        p0 = tl.load(pre_ptr + token * 4, mask=live, other=0.0)[:, None]
-        p1 = tl.load(pre_ptr + token * 4 + 1, mask=live, other=0.0)[:, None]
-        p2 = tl.load(pre_ptr + token * 4 + 2, mask=live, other=0.0)[:, None]
-        p3 = tl.load(pre_ptr + token * 4 + 3, mask=live, other=0.0)[:, None]
-    for chunk in range(split * per_split, tl.minimum((split + 1) * per_split, chunks)):
-        column = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
-        at = (token * 4 * dim)[:, None] + column[None, :]
-        x0 = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        x1 = tl.load(x_ptr + at + dim, mask=mask, other=0.0).to(tl.float32)
-        x2 = tl.load(x_ptr + at + 2 * dim, mask=mask, other=0.0).to(tl.float32)
-        x3 = tl.load(x_ptr + at + 3 * dim, mask=mask, other=0.0).to(tl.float32)
-        if EXPAND:
-            o = tl.load(o_ptr + (token * dim)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-            y0 = to_bf16(b0 * o + (a00 * x0 + a10 * x1 + (a20 * x2 + a30 * x3)))
-            y1 = to_bf16(b1 * o + (a01 * x0 + a11 * x1 + (a21 * x2 + a31 * x3)))
-            y2 = to_bf16(b2 * o + (a02 * x0 + a12 * x1 + (a22 * x2 + a32 * x3)))
-            y3 = to_bf16(b3 * o + (a03 * x0 + a13 * x1 + (a23 * x2 + a33 * x3)))
-            tl.store(out_ptr + at, y0, mask=mask)
-            tl.store(out_ptr + at + dim, y1, mask=mask)
-            tl.store(out_ptr + at + 2 * dim, y2, mask=mask)
-            tl.store(out_ptr + at + 3 * dim, y3, mask=mask)
-            x0, x1, x2, x3 = y0.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32), y3.to(tl.float32)
-        if COLLAPSE:
-            u = p0 * x0 + p1 * x1 + p2 * x2 + p3 * x3
-            tl.store(u_ptr + (token * dim)[:, None] + column[None, :], to_bf16(u), mask=mask)
-        if MIX:
-            f = fn_ptr + coefficient[None, :] * (4 * dim) + column[:, None]
-            keep = (coefficient < 24)[None, :]
-            acc = _project(x0, f, keep, acc)
-            acc = _project(x1, f + dim, keep, acc)
-            acc = _project(x2, f + 2 * dim, keep, acc)
-            acc = _project(x3, f + 3 * dim, keep, acc)
-            squares += tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1)
-    if MIX:
-        row = part_ptr + (split.to(tl.int64) * tokens + token)[:, None] * 32 + coefficient[None, :]
-        tl.store(row, tl.where((coefficient == 24)[None, :], squares[:, None], acc), mask=mask)
 
 
 @triton.jit
@@ -260,52 +179,6 @@ def _column(post_ptr, comb_ptr, token, live, K: tl.constexpr):
         tl.load(c + 8, mask=live, other=0.0)[:, None],
         tl.load(c + 12, mask=live, other=0.0)[:, None],
     )
-
-
-@triton.jit
-def _project(x, f, keep, acc):
-    """acc + x fn^T for x fp32 [T, D] that holds bf16 values: fn as the sum of two bf16, 16 bits of it in all."""
-    fn = tl.load(f, mask=keep, other=0.0)
-    high = to_bf16(fn)
-    low = to_bf16(fn - high.to(tl.float32))
-    x = x.to(tl.bfloat16)
-    return dot(x, low, dot(x, high, acc))
-
-
-@triton.jit
-def _coefficients_kernel(
-    part_ptr, base_ptr, scale_ptr, pre_ptr, post_ptr, comb_ptr, tokens, splits, width, rms_eps, eps, iterations,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = token < tokens
-    token = token.to(tl.int64)
-    four = tl.arange(0, 4)
-    sixteen = tl.arange(0, 16)
-    squares = tl.zeros([BLOCK], tl.float32)
-    pre = tl.zeros([BLOCK, 4], tl.float32)
-    post = tl.zeros([BLOCK, 4], tl.float32)
-    comb = tl.zeros([BLOCK, 16], tl.float32)
-    for s in range(splits):
-        row = part_ptr + (s * tokens + token) * 32
-        squares += tl.load(row + 24, mask=live, other=0.0)
-        pre += tl.load(row[:, None] + four[None, :], mask=live[:, None], other=0.0)
-        post += tl.load(row[:, None] + 4 + four[None, :], mask=live[:, None], other=0.0)
-        comb += tl.load(row[:, None] + 8 + sixteen[None, :], mask=live[:, None], other=0.0)
-    norm = tl.rsqrt(squares / width + rms_eps)[:, None]
-    pre = tl.load(base_ptr + four)[None, :] + pre * norm * tl.load(scale_ptr)
-    post = tl.load(base_ptr + 4 + four)[None, :] + post * norm * tl.load(scale_ptr + 1)
-    comb = tl.load(base_ptr + 8 + sixteen)[None, :] + comb * norm * tl.load(scale_ptr + 2)
-    tl.store(pre_ptr + token[:, None] * 4 + four[None, :], 1 / (1 + tl.exp(-pre)) + eps, mask=live[:, None])
-    tl.store(post_ptr + token[:, None] * 4 + four[None, :], 2 / (1 + tl.exp(-post)), mask=live[:, None])
-    comb = tl.reshape(comb, [BLOCK, 4, 4])
-    comb = tl.exp(comb - tl.max(comb, 2)[:, :, None])
-    comb = comb / tl.sum(comb, 2)[:, :, None] + eps
-    comb = comb / (tl.sum(comb, 1)[:, None, :] + eps)
-    for _ in range(iterations - 1):
-        comb = comb / (tl.sum(comb, 2)[:, :, None] + eps)
-        comb = comb / (tl.sum(comb, 1)[:, None, :] + eps)
-    tl.store(comb_ptr + token[:, None] * 16 + sixteen[None, :], tl.reshape(comb, [BLOCK, 16]), mask=live[:, None])
 
 
 @triton.jit

@@ -44,7 +44,7 @@ def quantize_rows(
     scales = scales.T if column_major_scales else scales
     count = rows * (dim // group)
     if count:
-        config = tuning.quantise()
+        config = tuning.quantise(name)
         block = max(1, config["ELEMENTS"] // group)
         _quantize_kernel[(cdiv(count, block),)](
             x, values.view(torch.int32 if config["FORM"] else torch.uint8) if packing == 2 else values,

@@ -75,14 +75,13 @@ def route(
 def _route_kernel(
     logits_ptr, bias_ptr, chosen_ptr, weight_ptr, experts, scale, bias_stride,
     TOP_K: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, FORM: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     live = expert < experts
     x = tl.load(logits_ptr + token * experts + expert, mask=live, other=0.0)
-    score = _expert_score(x, SIGMOID, FORM)
-    choice = score
+    choice = _expert_score(x, SIGMOID)
     if HAS_BIAS:
         choice += tl.load(bias_ptr + token * bias_stride + expert, mask=live, other=0.0)
     choice = tl.where(live, choice, float("-inf"))
@@ -101,42 +100,30 @@ def _route_kernel(
         choice = tl.reshape(tl.where(kept[:, None] == 1, grouped, float("-inf")), [BLOCK])
     slot = tl.arange(0, BLOCK_K)
     chosen = tl.zeros([BLOCK_K], tl.int32)
-    weight = tl.zeros([BLOCK_K], tl.float32)
     for k in tl.static_range(TOP_K):
-        if FORM == 1:
-            winner = tl.min(tl.where(choice == tl.max(choice, 0), expert, experts - 1), 0)
-        else:
-            winner = tl.argmax(choice, 0)  # the lowest of equals
+        winner = tl.min(tl.where(choice == tl.max(choice, 0), expert, experts - 1), 0)  # the lowest of equals
         chosen = tl.where(slot == k, winner, chosen)
-        if FORM == 0:
-            weight = tl.where(slot == k, tl.sum(tl.where(expert == winner, score, 0.0), 0), weight)
         choice = tl.where(expert == winner, float("-inf"), choice)
-    if FORM == 1:
-        there = slot < TOP_K
-        x = tl.load(logits_ptr + token * experts + chosen, mask=there, other=0.0)
-        weight = tl.where(there, _expert_score(x, SIGMOID, FORM), 0.0)
+    there = slot < TOP_K
+    x = tl.load(logits_ptr + token * experts + chosen, mask=there, other=0.0)
+    weight = tl.where(there, _expert_score(x, SIGMOID), 0.0)
     weight = weight / (tl.sum(weight, 0) + 1e-20) * scale
     tl.store(chosen_ptr + token * TOP_K + slot, chosen, mask=slot < TOP_K)
     tl.store(weight_ptr + token * TOP_K + slot, weight, mask=slot < TOP_K)
 
 
 @triton.jit
-def _expert_score(x, SIGMOID: tl.constexpr, FORM: tl.constexpr):
+def _expert_score(x, SIGMOID: tl.constexpr):
     if SIGMOID:
         return 1 / (1 + tl.exp(-x))
-    # softplus(x) = max(x, 0) + log(1 + exp(-|x|)); the log of 1 + tiny loses tiny
-    tiny = tl.exp(-tl.abs(x))
-    if FORM == 1:
-        # log(1 + t) = 2 atanh(t / (2 + t)), and a quotient of at most 1 / 3 needs few terms of the series
-        z = tiny / (2 + tiny)
-        square = z * z
-        series = 1 / 9 + square * (1 / 11 + square * (1 / 13))
-        series = 1 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * series)))
-        log1p = 2 * z * series
-    else:
-        one_more = 1 + tiny
-        log1p = tl.where(one_more == 1, tiny, tl.log(one_more) * (tiny / tl.where(one_more == 1, 1.0, one_more - 1)))
-    return tl.sqrt(tl.maximum(x, 0.0) + log1p)
+    # softplus(x) = max(x, 0) + log(1 + t), t = exp(-|x|), and log(1 + t) = 2 atanh(t / (2 + t)): a quotient of at most 1 / 3
+    # needs few terms of the series, and the log of 1 + t would lose a small t
+    t = tl.exp(-tl.abs(x))
+    z = t / (2 + t)
+    square = z * z
+    series = 1 / 9 + square * (1 / 11 + square * (1 / 13))
+    series = 1 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * series)))
+    return tl.sqrt(tl.maximum(x, 0.0) + 2 * z * series)
 
 
 def plan_rows_reference(

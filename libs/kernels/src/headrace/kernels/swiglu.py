@@ -46,7 +46,7 @@ def swiglu(
             x.contiguous(), weight if weight is not None else x, out, scales, count, inner // group,
             scales.stride(0), scales.stride(1), limit or 0.0,
             LIMIT=limit is not None, WEIGHT=weight is not None, QUANTISE=name is not None, KIND=kind, GROUP=group,
-            BLOCK=block, FORM=tuning.quantise()["FORM"], num_warps=4,
+            BLOCK=block, FORM=tuning.quantise(name or "fp8_fp32")["FORM"], num_warps=4,
         )  # fmt: skip
     return (out, scales) if name else out
 

@@ -35,14 +35,15 @@ def topk(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> t
     out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     if not rows:
         return out
-    if (n > PART * 32 and not tuning.topk()["FORM"]) or k > PART // 2:
+    config = tuning.topk(rows, n, k)
+    if config["FORM"]:
+        return _topk_by_bound(scores, k, lengths, out, config)
+    if n > PART * 32 or k > PART // 2:
         _walk_kernel[(rows,)](
             scores, lengths if lengths is not None else out, out, n, scores.stride(0), k,
             HAS_LENGTHS=lengths is not None, BLOCK=8192, num_warps=8,
         )  # fmt: skip
         return out
-    if tuning.topk()["FORM"] and k <= 2048:
-        return _topk_by_bound(scores, k, lengths, out)
     parts = cdiv(n, PART)
     chosen = out if parts <= 1 else torch.empty(rows, parts * k, dtype=torch.int32, device=scores.device)
     _select(scores, lengths, None, chosen, min(n, PART), n, k, (rows, max(parts, 1)))
@@ -51,9 +52,8 @@ def topk(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> t
     return out
 
 
-def _topk_by_bound(scores: torch.Tensor, k: int, lengths: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+def _topk_by_bound(scores: torch.Tensor, k: int, lengths: torch.Tensor | None, out: torch.Tensor, config: dict[str, int]):
     rows, n = scores.shape
-    config = tuning.topk()
     groups = max(256, next_power_of_2(2 * k))
     parts = max(1, min(cdiv(n, max(4 * groups, 8192)), processor_count() // rows))
     part = cdiv(cdiv(n, parts), groups) * groups  # parts begin at a multiple of the groups

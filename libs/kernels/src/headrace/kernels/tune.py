@@ -40,7 +40,7 @@ SIMPLE = {  # operation: (function in `tuning`, candidates)
     "rope": ("rope", grid(BLOCK_H=(64,), num_warps=(4, 8)) + grid(BLOCK_H=(16, 32), num_warps=(2, 4))),
     "engram_gather": ("engram_gather", grid(BLOCK=(8, 16, 32), num_warps=(4, 8))),
     "engram_gate": ("engram_gate", grid(num_warps=(4, 8, 16))),
-    "route": ("route", grid(FORM=(0,), num_warps=(1,)) + grid(FORM=(1,), num_warps=(1, 2))),
+    "route": ("route", grid(num_warps=(1, 2))),
     "permute+combine": ("plan_rows", grid(BLOCK=(1024, 4096, 8192), num_warps=(4, 8))),
 }
 
@@ -52,12 +52,12 @@ def candidates(case: Case) -> tuple[str, list[dict]] | None:
     if case.op == "swiglu" and "fp8_fp32" in case.name:
         return SIMPLE["quantise"]
     if case.op == "mhc":
-        few = {"FORM": (1,), "STAGES": (1,), "SPLITS": (0,), "num_warps": (4,)}
+        few = {"STAGES": (1,), "SPLITS": (0,), "num_warps": (4,)}
         if case.name.startswith("64x"):
-            return "mhc", grid(FORM=(0,)) + grid(BLOCK_T=(16,), BLOCK_D=(32, 64), WAVES=(1, 2, 4), **few)
-        return "mhc", grid(FORM=(0,)) + [
-            {"FORM": 1, "BLOCK_T": t, "BLOCK_D": d, "STAGES": s, "SPLITS": 0, "WAVES": v, "num_warps": w}
-            for t, d, s, w in ((64, 64, 1, 8), (64, 64, 2, 8), (64, 32, 3, 4), (64, 32, 1, 8), (32, 64, 1, 8), (32, 32, 3, 4))
+            return "mhc", grid(BLOCK_T=(16,), BLOCK_D=(64, 32), WAVES=(1, 2, 4), **few)
+        return "mhc", [
+            {"BLOCK_T": t, "BLOCK_D": d, "STAGES": s, "SPLITS": 0, "WAVES": v, "num_warps": w}
+            for t, d, s, w in ((32, 32, 3, 4), (64, 64, 1, 8), (64, 64, 2, 8), (64, 32, 3, 4), (64, 32, 1, 8), (32, 64, 1, 8))
             for v in (2, 4)
         ]
     if case.op == "sparse_attention":

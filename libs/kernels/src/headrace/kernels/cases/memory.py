@@ -1,10 +1,11 @@
 """Operations that mostly move bytes: quantise, store, norms, mHC, Engram, embedding, RoPE, routing, permutation, blocks."""
 
+import itertools
 from collections.abc import Iterator
 
 import torch
 
-from headrace.kernels import blocks, embedding, engram, mhc, quantize_kernels, rmsnorm, rope, routing, swiglu, tuning
+from headrace.kernels import blocks, embedding, engram, mhc, quantize_kernels, rmsnorm, rope, routing, swiglu
 from headrace.kernels.cases import Case, Problem, generator, randn, random_fp8
 from headrace.kernels.kv_layouts import PagedKV, entry_bytes
 from headrace.kernels.kv_store import kv_store, kv_store_reference
@@ -35,6 +36,9 @@ def cases() -> Iterator[Case]:
             yield activation(rows, 256 if size == "small" else 2304, form, size, timed=rows > 1000)
     for tokens, dim, size in [(3, 128, "small"), (129, 5120, "full"), (4096, 5120, "full"), (64, 5120, "full")]:
         yield streams(tokens, dim, size, timed=tokens in (4096, 64))
+    for tokens, dim, size in [(5, 64, "small"), (600, 128, "full")]:
+        for parts in itertools.product((False, True), repeat=3):
+            yield some_streams(tokens, dim, *parts, size)
     for tokens, rows, size in [(3, 50, "small"), (300, 10000, "full"), (8192, 4_000_000, "full")]:
         yield memory_gather(tokens, rows, size, timed=tokens > 1000)
         yield memory_gate(tokens, 96 if size == "small" else 5120, size, timed=tokens > 1000)
@@ -161,8 +165,7 @@ def streams(tokens: int, dim: int, size: str, timed: bool) -> Case:
         split = mhc.split_projection(fn)
 
         def run():
-            weight = split if tuning.mhc(tokens, False)["FORM"] else fn
-            y, u, parts = mhc.mhc_pass(x, (o, post, comb), pre, weight)
+            y, u, parts = mhc.mhc_pass(x, (o, post, comb), pre, split)
             return y, u, *mhc.mhc_coefficients(parts, base, scale, dim, 1e-20, 1e-6)
 
         def reference():
@@ -173,6 +176,33 @@ def streams(tokens: int, dim: int, size: str, timed: bool) -> Case:
 
     bound = (3e-3, 6e-3, 2e-4, 2e-4, 2e-4)
     return _case("mhc", f"{tokens}x4x{dim}", build, bound, size, timed, tokens * dim * 2 * (4 + 1 + 4 + 1) + 96 * 4 * dim)
+
+
+def some_streams(tokens: int, dim: int, expand: bool, collapse: bool, mix: bool, size: str) -> Case:
+    """A pass may leave out any of its three parts."""
+
+    def build(device: torch.device, seed: int) -> Problem:
+        x, o = randn((tokens, 4, dim), device, seed, torch.bfloat16), randn((tokens, dim), device, seed + 1, torch.bfloat16)
+        fn, base = randn((24, 4 * dim), device, seed + 2) * (4 * dim) ** -0.5, randn((24,), device, seed + 3)
+        scale = randn((3,), device, seed + 4).abs()
+        pre, post, comb = mhc.mhc_coefficients_reference(x, fn, base, scale, 1e-20, 1e-6)
+
+        def run():
+            y, u, parts = mhc.mhc_pass(x, (o, post, comb) if expand else None, pre if collapse else None, fn if mix else None)
+            assert (u is not None, parts is not None) == (collapse, mix)
+            found = [y, u] if collapse else [y]
+            return (*found, *mhc.mhc_coefficients(parts, base, scale, dim, 1e-20, 1e-6)) if mix else tuple(found)
+
+        def reference():
+            y = mhc.expand_reference(o, x, post, comb) if expand else x
+            found = [y, mhc.collapse_reference(y, pre)] if collapse else [y]
+            return (*found, *mhc.mhc_coefficients_reference(y, fn, base, scale, 1e-20, 1e-6)) if mix else tuple(found)
+
+        return Problem(run=run, reference=reference)
+
+    bound = (3e-3, *[6e-3] * collapse, *[2e-4] * 3 * mix)
+    parts = [name for name, there in (("expand", expand), ("collapse", collapse), ("mix", mix)) if there]
+    return _case("mhc", f"{tokens}x4x{dim} {'+'.join(parts) or 'nothing'}", build, bound, size, False, 0)
 
 
 def memory_gather(tokens: int, rows: int, size: str, timed: bool) -> Case:

@@ -13,7 +13,8 @@ from headrace.kernels.topk import topk, topk_reference
 
 def cases() -> Iterator[Case]:
     for candidates in (False, True):
-        yield index(3, 16, 50, candidates, "small")
+        for rows, page in ((3, 16), (4, 16), (5, 32)):  # tiles of 32 entries: over pages, and inside one
+            yield index(rows, 16, 50, candidates, "small", page=page)
         yield index(17, 32, 3000, candidates, "full")
     yield index(128, 32, 16384, False, "full", timed=True)
     yield index(128, 32, 65536, False, "full", timed=True)
@@ -29,8 +30,9 @@ def cases() -> Iterator[Case]:
     yield best_of_blocks(128, 65536, "full", timed=True)
 
 
-def index(rows: int, heads: int, entries: int, candidates: bool, size: str, timed: bool = False) -> Case:
-    page = 16 if size == "small" else 128
+def index(
+    rows: int, heads: int, entries: int, candidates: bool, size: str, timed: bool = False, page: int = 128
+) -> Case:
     chosen = 5 if size == "small" else 2048 if timed else 100
 
     def build(device: torch.device, seed: int) -> Problem:
