@@ -28,8 +28,8 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 FROM ${BASE}
 COPY --from=build /opt/headrace /opt/headrace
 COPY --chmod=755 deploy/docker/entrypoint.sh deploy/docker/healthcheck.sh /usr/local/bin/
-# An empty volume mounted at /model takes over this folder's owner.
+# An empty volume mounted at /model-random takes over this folder's owner.
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin headrace \
-    && install -d -o 10001 -g 10001 /model
+    && install -d -o 10001 -g 10001 /model-random
 USER 10001
 ENTRYPOINT ["/usr/local/bin/entrypoint.sh"]

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from headrace.cli.checkpoint import BUNDLED
+
 ROOT = Path(__file__).parents[2]
 ROOMS = {path.parent.name: path.parent for kind in ("libs", "services") for path in (ROOT / kind).glob("*/pyproject.toml")}
 IMAGES = {"gateway": ["gateway"], "kvstore": ["kvstore"], "worker": ["prefill", "decode", "vision"]}
@@ -87,6 +89,15 @@ def test_compose_publishes_one_port_on_loopback(compose):
 def test_compose_gives_the_shared_memory_to_those_who_transfer(compose):
     mounting = {name for name, service in compose.items() if "shm:/shm" in service.get("volumes", [])}
     assert mounting == {"prefill", "decode", "kvstore", "vision"}
+
+
+def test_compose_serves_what_a_clone_serves_unless_told_otherwise(compose):
+    for name in ("gateway", "prefill", "decode", "vision"):
+        bound = f"${{HEADRACE_MODEL:-./models/{BUNDLED[0]}}}:/model:ro"
+        assert bound in compose[name]["volumes"] and "random:/model-random:ro" in compose[name]["volumes"], name
+        assert compose[name]["environment"]["HEADRACE_MODEL"] == "/model${HEADRACE_PRESET:+-random}"
+    assert (ROOT / "models" / BUNDLED[0] / "config.json").exists()
+    assert compose["model"]["volumes"] == ["random:/model-random"]
 
 
 def test_compose_holds_no_password(compose):
