@@ -16,6 +16,8 @@ from headrace.engine.core import EngineCore
 from headrace.engine.llm import collect
 from headrace.engine.loader import load_model
 
+pytestmark = pytest.mark.timeout(300)  # the model's fixture is computed within the first test's time
+
 LENGTHS = [1, 2, 31, 125, 127, 128, 200, 250]
 ALL = {"speculative": "dspark", "draft_budget": 1000, "rollback_gate": 1.0}
 
