@@ -34,6 +34,7 @@ from ....config import parse_config
 from ..config import ModelConfig
 from ..engram import NgramHash
 from ..schema import BLOCK, TensorSpec
+from . import model as passes
 from . import weights
 from .draft import Draft
 from .graph import staged
@@ -89,7 +90,7 @@ def configure(shape: dict[str, Any], layers: int, experts: int, draft: bool = Fa
 class RandomWeights(Weights):
     """Weights of the right formats from nowhere: codes of any value, scales near the inverse root of the width."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, packed: bool = False) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, packed: bool = True) -> None:
         super().__init__(None, config, device)
         self.draw, self.packed = torch.Generator(device).manual_seed(0), packed
 
@@ -120,19 +121,12 @@ class RandomWeights(Weights):
             codes = codes.view(torch.float8_e4m3fn)
         return Weight(codes, torch.full((*lead, *grid), exponent, dtype=torch.uint8, device=self.device), kind)
 
-    def groups(self, name: str, count: int) -> Weight:
-        weight = self.linear(name)
-        if not weight.name.endswith("_words"):
-            return super().groups(name, count)
-        scale = weight.scale.unflatten(-1, (count, -1)).movedim(-2, 0).contiguous()
-        return Weight(weight.data.unflatten(0, (count, -1)), scale, weight.name)
-
     def _bytes(self, *shape: int, most: int) -> torch.Tensor:
         return torch.randint(0, most, shape, generator=self.draw, device=self.device, dtype=torch.uint8)
 
 
-def build(config: ModelConfig, device: torch.device, graphs: bool = True, packed: bool = False) -> V41Gpu:
-    """`packed`: FP8 and FP4 weights as words that decode in registers (`gemm_upcast.pack_words`)."""
+def build(config: ModelConfig, device: torch.device, graphs: bool = True, packed: bool = True) -> V41Gpu:
+    """`packed`: FP8 and FP4 weights as the loader holds them, words that decode in registers (`gemm_upcast.pack_words`)."""
     w = RandomWeights(config, device, packed)
     dim = config.engram_head_dim
     table = torch.randn(config.engram_num_embeddings[0], dim, generator=w.draw, device=device).bfloat16()
@@ -157,11 +151,10 @@ def build(config: ModelConfig, device: torch.device, graphs: bool = True, packed
 # ------------------------------------------------------------------ bytes
 
 
-def step_bytes(model: V41Gpu, batch: int, context: int) -> dict[str, float]:
-    """What one decode step has to read, per component. Experts: those that at least one of `batch` rows chose, expected."""
+def step_bytes(model: V41Gpu, batch: int, context: int, chosen: list[int]) -> dict[str, float]:
+    """What one decode step has to read, per component. `chosen`: experts of each layer that at least one row takes."""
     c = model.config
     total = dict.fromkeys(("linears", "experts", "head", "mHC", "window", "selected", "index keys", "Engram"), 0.0)
-    share = 1 - (1 - c.num_experts_per_tok / c.n_routed_experts) ** batch
     for index, layer in enumerate(model.layers):
         attn, ffn = layer.attn, layer.ffn
         linears = [attn.first, attn.wq, attn.wo_a, attn.wo_b, ffn.gate, ffn.shared_in, ffn.shared_out]
@@ -172,7 +165,7 @@ def step_bytes(model: V41Gpu, batch: int, context: int) -> dict[str, float]:
         if layer.engram is not None:
             total["Engram"] += layer.engram.wkv.nbytes
         total["linears"] += sum(w.nbytes for w in linears)
-        total["experts"] += share * (ffn.w_in.nbytes + ffn.w_out.nbytes)
+        total["experts"] += chosen[index] / ffn.count * (ffn.w_in.nbytes + ffn.w_out.nbytes)
         total["mHC"] += layer.attn_mix.fn.nbytes + layer.ffn_mix.fn.nbytes
         total["window"] += batch * min(context, c.sliding_window) * 528
         ratio = c.compress_ratios[index]
@@ -185,6 +178,23 @@ def step_bytes(model: V41Gpu, batch: int, context: int) -> dict[str, float]:
             total["index keys"] += batch * scored * 68
     total["head"] = model.head.nbytes
     return total
+
+
+def chosen_experts(model: V41Gpu, step: Callable[[], Any]) -> list[int]:
+    """Distinct experts that the rows of a step take, by layer: counted, for rows of random weights are no even draw."""
+    found, route, graphs = [], passes.route, model.graphs
+
+    def counted(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        experts, shares = route(*args, **options)
+        found.append(experts.unique().numel())
+        return experts, shares
+
+    passes.route, model.graphs = counted, False
+    try:
+        step()
+    finally:
+        passes.route, model.graphs = route, graphs
+    return found
 
 
 def copy_rate(device: torch.device) -> float:
@@ -283,7 +293,8 @@ def decode(model: V41Gpu, batch: int, context: int, rate: float, times: int, par
         graph = list(model.captured.values())[-1]
         hidden = graph.replay()[:batch].clone()
         alone = _seconds(device, lambda: (graph.replay(), model.logits(hidden)), times)
-    needed = step_bytes(model, batch, context)
+    chosen = chosen_experts(model, steps.issue)
+    needed = step_bytes(model, batch, context, chosen)
     ideal = sum(needed.values()) / rate
     row = {
         "batch": batch, "context": context, "device_ms": alone * 1e3, "roofline_ms": ideal * 1e3, "of_roofline": ideal / alone,
@@ -292,7 +303,7 @@ def decode(model: V41Gpu, batch: int, context: int, rate: float, times: int, par
     }  # fmt: skip
     if device.type == "cuda":
         row["memory_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
-    row["bytes"] = needed
+    row["experts"], row["bytes"] = chosen, needed
     if parts and graph is not None:
         for name, measure in (
             ("kernels_ms", lambda: by_kernel(device, graph.replay)),
@@ -413,7 +424,7 @@ def arguments_for(program: str, text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--experts", type=int, default=96)
     parser.add_argument("--times", type=int, default=10, help="repetitions (default: 10)")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no new row begins (default: no end)")
-    parser.add_argument("--packed", action="store_true", help="weights packed into words (gemm_upcast.pack_words)")
+    parser.add_argument("--plain", action="store_true", help="weights as they are stored, not packed as the loader does")
     parser.add_argument("--eager", action="store_true", help="without captured graphs: to find out what fails")
     parser.add_argument("--small", action="store_true", help="the smallest dimensions: only to try the command")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -440,10 +451,10 @@ def main(arguments: list[str] | None = None) -> int:
     config = configure(SMALL if options.small else RELEASED, options.layers, options.experts)
     rate = options.tbs * 1e12 or (copy_rate(device) if device.type == "cuda" else 1e10)
     rates = matrix_rates(device) if device.type == "cuda" else {}
-    model = build(config, device, not options.eager, options.packed)
+    model = build(config, device, not options.eager, not options.plain)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     measured = {"tb_per_s": rate / 1e12, **{f"{name}_tflops": value / 1e12 for name, value in rates.items()}}
-    shape = {"layers": options.layers, "experts": options.experts, "packed": options.packed}
+    shape = {"layers": options.layers, "experts": options.experts, "packed": not options.plain}
     rows.say({"card": card, "torch": torch.__version__} | shape | measured)
     for context in options.context:
         for batch in options.batch:

@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device, rows = device_of(parser, options), Rows(options.json, options.budget)
     config = configure(SMALL if options.small else RELEASED, options.layers, options.experts, draft=True)
-    model = build(config, device, not options.eager, options.packed)
+    model = build(config, device, not options.eager, not options.plain)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     rows.say({"card": card, "torch": torch.__version__, "layers": options.layers, "experts": options.experts,
               "context": options.context, "draft_block": model.draft_block})  # fmt: skip

@@ -501,7 +501,7 @@ class V41Gpu:
         if index == c.candidate_source_layer_id and most > c.candidate_topk_blocks * CANDIDATE_BLOCK:
             blocks = (visible + (CANDIDATE_BLOCK - 1)) // CANDIDATE_BLOCK
             selection.candidates = topk(block_max(scores, visible), c.candidate_topk_blocks, blocks)
-        chosen = topk(scores, c.index_topk)
+        chosen = topk(scores, c.index_topk, visible if allowed is None else None)
         return chosen if allowed is None else _positions_in(allowed, chosen)
 
     def _chosen(self, index: int, rows: GpuRows, selection: Selection, kv: KVPool) -> tuple[PagedKV, torch.Tensor]:

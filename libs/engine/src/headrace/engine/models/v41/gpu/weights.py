@@ -1,7 +1,7 @@
-"""Weights of a V4.1 checkpoint as the kernels read them: in the format they are stored in, FP8 and FP4 included.
+"""Weights of a V4.1 checkpoint as the kernels read them: FP8 and FP4 packed into words, in as many bytes as they are stored in.
 
 Knows which tensors belong together in one product and which format each has. Nothing is decoded: a weight of 0.56 bytes an
-element stays one. Does not know rows, caches or layers' arithmetic.
+element stays one; packed at load, it is cheap to decode in a product. Does not know rows, caches or layers' arithmetic.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.kernels.gemm_upcast import gemm_upcast
+from headrace.kernels.gemm_upcast import FIELD, gemm_upcast, held
+from headrace.kernels.mhc import split_projection
 
 from ....checkpoint import Checkpoint
 from ..config import ModelConfig
@@ -65,8 +66,11 @@ class Weights:
 
     def groups(self, name: str, count: int) -> Weight:
         """A weight whose rows are `count` products of their own."""
-        weight = self.linear(name)
-        scale = None if weight.scale is None else weight.scale.unflatten(0, (count, -1))
+        weight, scale = self.linear(name), None
+        if weight.name in FIELD:  # [k / 128, rows of scales]
+            scale = weight.scale.unflatten(-1, (count, -1)).movedim(-2, 0).contiguous()
+        elif weight.scale is not None:
+            scale = weight.scale.unflatten(0, (count, -1))
         return Weight(weight.data.unflatten(0, (count, -1)), scale, weight.name)
 
     def _format(self, spec: TensorSpec) -> str:
@@ -79,7 +83,7 @@ class Weights:
         if kind == "bf16":
             return Weight(data, None, kind)
         scale = self._stack([[scale_name(name) for name in part] for part in names], None, grouped)
-        return Weight(data.view(torch.uint8) if kind == "mxfp4" else data, scale.view(torch.uint8), kind)
+        return Weight(*held(data.view(torch.uint8) if kind == "mxfp4" else data, scale.view(torch.uint8), kind))
 
     def _stack(self, names: list[list[str]], dtype: torch.dtype | None, grouped: bool) -> torch.Tensor:
         """Bytes are joined as bytes: not every dtype here can be concatenated."""
@@ -98,7 +102,7 @@ class Weights:
 class Mix:
     """Coefficients' weights of one sublayer's hyper-connection."""
 
-    fn: torch.Tensor
+    fn: torch.Tensor  # bf16 [48, 4 D] (`split_projection`)
     base: torch.Tensor
     scale: torch.Tensor
 
@@ -224,4 +228,5 @@ def block(w: Weights, prefix: str, experts: int, top_k: int) -> Layer:
 
 
 def _mix(w: Weights, prefix: str) -> Mix:
-    return Mix(*(w.tensor(f"{prefix}_{part}", torch.float32) for part in ("fn", "base", "scale")))
+    fn, base, scale = (w.tensor(f"{prefix}_{part}", torch.float32) for part in ("fn", "base", "scale"))
+    return Mix(split_projection(fn), base, scale)
