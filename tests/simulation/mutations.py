@@ -16,6 +16,7 @@ from typing import Any
 
 from memory import SimShmPeer
 
+from headrace.bus import messages
 from headrace.decode.landing import Landing
 from headrace.decode.service import DecodeService
 from headrace.gateway import choice, request
@@ -28,6 +29,7 @@ from headrace.kvstore.objects import Objects
 from headrace.prefill.service import PrefillService
 from headrace.transfer.memory import Memory
 from headrace.worker.kvclient import KvStoreClient
+from headrace.worker.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,19 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "events-gap": (
         Mutation("a gap in a worker's block events voids nothing", Residency, "on_events",
                  "if events.epoch != epoch or events.seq != seq + 1:", "if events.epoch != epoch:"),
+    ),
+    "image-content": (
+        Mutation("hashes of blocks and the content binding say nothing of images", messages, "image_starts",
+                 "(image.start, image.digest) for image in images", "(image.start, bytes(16)) for image in images"),
+    ),
+    "image-checksums": (
+        Mutation("images and embeddings are taken whatever their checksums say", Staging, "take", "crc32(part) == sums[i]",
+                 "True"),
+    ),
+    "image-quarantine": (
+        Mutation("room of a delivery that was given up is free at once, though it may still be written", store, "step",
+                 'return replace(grant, phase=EXPIRED, outcome="abandoned", poll=now + POLL), _expiry(grant)',
+                 'return _free(replace(grant, outcome="abandoned"), [fx.Disarm(grant.generation)])'),
     ),
 }  # fmt: skip
 

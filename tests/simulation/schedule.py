@@ -45,12 +45,14 @@ class Request:
     cancel_after: float = 0.0
     deadline: float = 30.0
     stream: bool = True
+    images: tuple[int, ...] = ()  # which pictures
 
     def words(self, number: int) -> str:
         name = f"request {number}" if number >= 0 else "a request"
         out = f"{name}: {self.tokens} tokens of group {self.group}, at most {self.max_tokens} of output"
         out += f", {self.n} choices" if self.n > 1 else ""
         out += f", a text stop after {self.stop_at}" if self.stop_at else ""
+        out += f", with pictures {', '.join(map(str, self.images))}" if self.images else ""
         out += f"; its client leaves {self.cancel_after:.3f} s later" if self.cancel_after else ""
         return f"{out}; deadline {self.deadline:g} s, {'streamed' if self.stream else 'in one piece'}"
 
@@ -248,11 +250,14 @@ OF_STORE = (
     "KvEvents",
 )  # fmt: skip
 STATES_OF_STORE = ("KvLookup", "KvFound", "KvFound", "KvReserve", "KvReserved", "KvCommit", "KvRelease")
+OF_VISION = ("Deposit", "Deposited", "Identify", "Identified", "Encode", "Encoded", "Encode", "EncodeCancel", "Working")
+STATES_OF_VISION = ("Deposit", "Deposited", "Identify", "Identified", "Encode", "Encode", "Encoded", "EncodeCancel")
 LATE = ("Admit", "Admit", "Run", "Bind", "Bound", "Bound", "Bound")
 PATIENCE = {  # seconds that whoever asks or is asked waits: what comes just before they are over is taken
     "Admit": 1.0, "Admitted": 1.0, "Run": 1.0, "Accepted": 1.0, "Bind": 0.5, "Bound": 0.5, "Commit": 0.5, "Verdict": 0.5,
     "WriterDone": 0.5, "Done": 0.5, "TicketStatus": 0.5, "Cancel": 1.0, "Resume": 1.0, "Resumed": 1.0, "KvLookup": 0.1,
     "KvFound": 0.1, "KvReserve": 1.0, "KvReserved": 1.0, "KvCommit": 2.0, "KvStored": 2.0, "KvRelease": 0.5, "KvReleased": 0.5,
+    "Deposit": 1.0, "Deposited": 1.0, "Identify": 1.0, "Identified": 1.0, "Encode": 1.0, "Encoded": 1.0, "EncodeCancel": 1.0,
 }  # fmt: skip
 CUTS = ("cut lose", "cut lose", "cut hold", "cut hold", "cut deaf", "cut mute")  # both directions; only in; only out
 
@@ -303,6 +308,12 @@ def draw(seed: int) -> Plan:
     special = _fault_of_store if stored else _too_late if left else _fault
     faults = tuple((special if rng.random() < 0.7 else _fault)(rng, counts) for _ in range(pick(FAULTS)))
     probes = PROBES if rng.random() < PROBED else ()
+    eyes = random.Random(f"images of {seed}")  # apart: what has no images is what it was before there were any
+    if eyes.random() < ABOUT_IMAGES:
+        counts["vision"] = eyes.choice((1, 1, 2))
+        pictures = [tuple(eyes.randrange(PICTURES) for _ in range(eyes.choice((0, 1, 1, 2)))) for _ in requests]
+        requests = tuple(replace(request, images=images) for request, images in zip(requests, pictures, strict=True))
+        faults += tuple(_fault_of_vision(eyes, counts) for _ in range(eyes.choice((1, 1, 2))))
     return Plan(seed, config, requests, faults, probes)
 
 
@@ -310,6 +321,7 @@ def draw(seed: int) -> Plan:
 REQUESTS, REQUESTS_WITHIN = (1, 6), 0.8
 FAULTS, FAULTS_WITHIN, LONG = (1, 1, 2, 2, 3, 4), 1.0, 3.0
 PROBED, ABOUT_STORE, ABOUT_LEFT = 0.2, 0.3, 0.15
+ABOUT_IMAGES, PICTURES = 0.2, 4
 
 
 def _fault(rng: random.Random, counts: dict[str, int]) -> Any:
@@ -348,6 +360,23 @@ def _too_late(rng: random.Random, counts: dict[str, int]) -> Late:
     return Late(name, rng.randint(1, 5), round(late, 3))
 
 
+def _fault_of_vision(rng: random.Random, counts: dict[str, int]) -> Any:
+    """What may go wrong between gateways or prefills and vision workers."""
+    at, pick = round(rng.uniform(0.0, FAULTS_WITHIN), 3), rng.choice
+    seconds, kind = round(pick((rng.uniform(0.05, 0.6), rng.uniform(0.3, LONG))), 3), rng.random()
+    if kind < 0.35:
+        name = pick(OF_VISION)
+        return Message(name, rng.randint(1, 5), pick(("drop", "double", "delay", "delay")), _late(rng, name, seconds))
+    if kind < 0.5:
+        return Message("Bytes", rng.randint(1, 8), pick(("flip", "delay")), seconds)
+    if kind < 0.7:
+        whom, what = pick(("sender", "receiver")), pick(("kill", "stop", "stop"))
+        return When(pick(STATES_OF_VISION), rng.randint(1, 5), whom, what, seconds)
+    if kind < 0.85:
+        return Hurt(pick(("kill", "stop", "stop", "drain", pick(CUTS))), "vision", rng.randrange(counts["vision"]), at, seconds)
+    return Span(pick(("slow", "slow", "link held")), at, min(seconds, 4.0), pick((0.05, 0.5, 3.0)))
+
+
 def _fault_of_store(rng: random.Random, counts: dict[str, int]) -> Any:
     """What may go wrong between workers and the kvstore."""
     at, pick = round(rng.uniform(0.0, 2 * FAULTS_WITHIN), 3), rng.choice
@@ -365,7 +394,8 @@ def _fault_of_store(rng: random.Random, counts: dict[str, int]) -> Any:
 
 SIMPLE = {"overtake": 0.0, "checksums": False, "slab_slots": 0, "max_num_seqs": 8, "decode_blocks": 24, "prefill_blocks": 24,
           "store_objects": 400, "latency": 0.0005}  # fmt: skip
-SIMPLE_REQUEST = {"n": 1, "stop_at": 0, "cancel_after": 0.0, "stream": False, "deadline": 30.0, "max_tokens": 8}
+SIMPLE_REQUEST = {"n": 1, "stop_at": 0, "cancel_after": 0.0, "stream": False, "deadline": 30.0, "max_tokens": 8,
+                  "images": ()}  # fmt: skip
 
 
 def shrunk(plan: Plan, fails: Callable[[Plan], bool], tries: int = 300) -> Plan:
@@ -410,6 +440,7 @@ def _plainer(plan: Plan) -> list[Callable[[Plan], Plan]]:
         return change
 
     out: list[Callable[[Plan], Plan]] = [lambda p: replace(p, probes=())]
+    out += [count("vision", 0)] if "vision" in plan.config.counts else []
     out += [count("kvstore", 0), count("gateway", 1), count("prefill", 1), count("decode", 1)]
     out += [sizes(name, value) for name, value in SIMPLE.items()]
     return out + [request(n, name, value) for n in range(len(plan.requests)) for name, value in SIMPLE_REQUEST.items()]

@@ -15,6 +15,8 @@ import logging
 import time
 from array import array
 from collections.abc import Iterator
+from hashlib import blake2b
+from types import SimpleNamespace
 from typing import Any
 
 import structlog
@@ -25,7 +27,9 @@ from table import MACHINES, Table
 
 from headrace.bus import Peers, Service, subjects
 from headrace.bus import service as bus_service
+from headrace.gateway import images as gateway_images
 from headrace.gateway.dispatch import Dispatcher
+from headrace.gateway.images import Images
 from headrace.gateway.output import Output
 from headrace.gateway.routing import Router
 from headrace.gateway.settings import GatewaySettings
@@ -40,12 +44,19 @@ from headrace.worker.sim import SimConfig, SimEngine
 
 from headrace.decode.service import DecodeService  # isort: skip
 from headrace.prefill.service import PrefillService  # isort: skip
+from headrace.vision import encoding as vision_encoding  # isort: skip
+from headrace.vision import identity as vision_identity  # isort: skip
+from headrace.vision import service as vision_service  # isort: skip
+from headrace.vision.service import VisionService  # isort: skip
+from headrace.vision.settings import VisionSettings  # isort: skip
 
 BLOCK_BYTES, STATE_BYTES = 64, 32
 STORE_BYTES = 1 << 16  # the smallest that the kvstore takes
 STORE_OBJECTS = STORE_BYTES // ALIGN
 FIRST_TOKEN, REQUESTS, ATTEMPTS, CHOICES, POSITIONS = 1000, 30, 16, 4, 64
 LAST_PROMPT_ID = 500  # + request number
+IMAGE_TOKEN, HIDDEN_BYTES = 199, 16
+PICTURES_KEPT = 700  # bytes of pixels, and of embeddings: of two pictures or so
 WORKER_SECONDS = 3.0  # that requests wait for a worker to come
 
 
@@ -80,6 +91,14 @@ class WatchedEngine(SimEngine):
             raise Broken("a step that fails")
         return super().execute(plan)
 
+    def first_row(self, resident: int, prompt_tokens: int) -> int:
+        """Rows that are computed read the embeddings of their images."""
+        return resident * self.info.block_tokens
+
+    def submit(self, request: Any) -> None:
+        asyncio.get_running_loop().process.world.submitting(request)
+        super().submit(request)
+
     def _script(self, sequence: Any) -> None:
         request, prompt = sequence.request, sequence.prompt - sequence.begun
         number, choice = sequence.tokens[prompt - 1] - LAST_PROMPT_ID, request.first_choice + sequence.choice
@@ -106,12 +125,53 @@ def build(settings: Any, role: str, register: Any) -> WatchedEngine:
         max_model_len=settings.max_model_len,
         block_bytes=settings.sim_block_bytes,
         state_bytes=settings.sim_state_bytes,
-        hidden_bytes=16,
+        hidden_bytes=HIDDEN_BYTES,
         prefill_seconds_per_token=settings.sim_prefill_seconds,
         decode_step_seconds=settings.sim_step_seconds,
         max_snapshots=8,
     )
-    return WatchedEngine(config, register("kv", config.num_blocks * config.block_bytes))
+    engine = WatchedEngine(config, register("kv", config.num_blocks * config.block_bytes))
+    if CLOCK.world.config.counts.get("vision"):
+        engine.info.extra.update(image_token_id=IMAGE_TOKEN, image_dtype="float32")
+    return engine
+
+
+# ---------------------------------------------------------------- pictures: each row of an embedding is the picture's digest
+
+
+def picture(number: int) -> bytes:
+    """A file that a client sends."""
+    return b"picture %d" % number
+
+
+def _decode(data: bytes, detail: str, rules: Any) -> tuple[Any, Any]:
+    digest, tokens = blake2b(data, digest_size=16).digest(), 1 + data[-1] % 2
+    return vision_identity.Identity(digest, tokens, 1, tokens), vision_identity.Pixels(data, tokens, 1)
+
+
+def _compute(encoder: Any, images: Any) -> list[memoryview]:
+    return [memoryview(rows(blake2b(one.data, digest_size=16).digest(), one.width)) for one in images]
+
+
+def rows(digest: bytes, tokens: int) -> bytes:
+    return digest * (HIDDEN_BYTES // len(digest)) * tokens
+
+
+def _load(settings: Any) -> Any:
+    """An encoder by its sizes."""
+    config = SimpleNamespace(patch_size=14, downsample_ratio=3, min_pixels=1, max_image_tokens=64, max_wh_ratio=None)
+    return SimpleNamespace(
+        checkpoint_digest="sim", config=config, vision=SimpleNamespace(steps=0),
+        grid=lambda width, height: SimpleNamespace(patches=width * height),
+    )  # fmt: skip
+
+
+class _NoFetcher:
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
 
 
 class _Simulated:
@@ -154,6 +214,12 @@ class SimKvStore(_Simulated, KvStoreService):
     pass
 
 
+class SimVision(_Simulated, VisionService):
+    async def start(self) -> None:
+        await super().start()
+        self.encoding.cache.capacity = self.identifier.pixels.capacity = PICTURES_KEPT
+
+
 class WatchedOutput(Output):
     """What is acted upon belongs to the attempt that runs."""
 
@@ -171,12 +237,16 @@ class SimGateway(_Simulated, Service):
     role = "gateway"
     Settings = GatewaySettings
 
+    def verbs(self) -> dict[str, Any]:
+        return {"grant": lambda message: self.images.grant_status(message)}
+
     async def start(self) -> None:
         await super().start()
         self.peers = Peers(self.bus)
         self.router = Router(self.bus, self.peers, lambda: self.dispatcher.capacity(), self.settings.worker_seconds)
         self.dispatcher = Dispatcher(self.bus, self.peers, self.instance, self.epoch, self.router, self.trace, self.settings)
         self.dispatcher.output = WatchedOutput(self.dispatcher)
+        self.images = Images(self.bus, self.peers, self.dispatcher.prober, self.instance, self.trace, self.settings)
         self.peers.watch(self._on_presence)
         await self.dispatcher.start()
         await self.router.residency.start()
@@ -188,6 +258,7 @@ class SimGateway(_Simulated, Service):
 
     async def stop(self) -> None:
         await self.dispatcher.stop()
+        await self.images.stop()
         await self.router.residency.stop()
         await self.peers.stop()
         await super().stop()
@@ -199,7 +270,7 @@ class SimGateway(_Simulated, Service):
             self.dispatcher.output.left(presence.instance)
 
 
-CLASSES = {"decode": SimDecode, "prefill": SimPrefill, "kvstore": SimKvStore, "gateway": SimGateway}
+CLASSES = {"decode": SimDecode, "prefill": SimPrefill, "kvstore": SimKvStore, "vision": SimVision, "gateway": SimGateway}
 
 
 class _Micro:
@@ -288,6 +359,16 @@ def installed() -> Iterator[None]:
         (kvstore_service, "TICK", kvstore_service.TICK),
         (kvstore_service, "Histogram", _NoMetrics),
         (kvstore_service, "_Collector", _NoMetrics),
+        (gateway_images, "Memory", SimMemory),
+        (gateway_images, "DEPOSIT_SECONDS", 3.0),
+        (vision_service, "Memory", SimMemory),
+        (vision_service, "TICK_SECONDS", vision_service.TICK_SECONDS),
+        (vision_service, "_load", _load),
+        (vision_service, "ImageFetcher", _NoFetcher),
+        (vision_service, "_Collector", _NoMetrics),
+        (vision_service, "rows_of", lambda span, dtype: span),
+        (vision_encoding, "_compute", _compute),
+        (vision_identity, "_decode", _decode),
         (transfer_peer, "shm", SHM),
         (transfer_server.Owned, "_write", watched_write(transfer_server.Owned._write)),
         (transfer_server.Owned, "received", faulty_flags(transfer_server.Owned.received)),
@@ -310,7 +391,7 @@ def installed() -> Iterator[None]:
 
 def fresh(config: Any) -> None:
     """For a new world: ids are counted from the start, and what is of a module, not of a service, is as it says."""
-    kvstore_service.TICK = config.tick_seconds
+    kvstore_service.TICK = vision_service.TICK_SECONDS = config.tick_seconds
     subjects._own, subjects._next = "simulated000", iter(range(1 << 40)).__next__
 
 
@@ -319,8 +400,10 @@ def settings(role: str, config: Any, name: str) -> Any:
     if role == "gateway":
         return GatewaySettings(
             name=name, trace=False, queue_seconds=config.queue_seconds, worker_seconds=WORKER_SECONDS, max_queue=64,
-            metrics_port=0,
+            metrics_port=0, transports=config.transports,
         )  # fmt: skip
+    if role == "vision":
+        return VisionSettings(name=name, trace=False, model="sim", tcp_host="host", transports=config.transports)
     if role == "kvstore":
         return kvstore_service.KvStoreSettings(
             name=name, trace=False, capacity_bytes=STORE_BYTES, max_ttl_seconds=config.store_seconds,
@@ -338,8 +421,9 @@ def settings(role: str, config: Any, name: str) -> Any:
     )  # fmt: skip
 
 
-def prompt(number: int, group: int, tokens: int) -> array:
-    """`tokens` ids; prompts of one group begin alike. The last id names the request."""
+def prompt(number: int, group: int, tokens: int, images: int = 0) -> array:
+    """`tokens` ids; prompts of one group begin alike, with a placeholder for each image. The last id names the request."""
     shared = max(0, (tokens - 1) // 128 * 128 - 128 * (number % 2))
     ids = [200 + group] * shared + [300 + number % 150] * (tokens - 1 - shared) + [LAST_PROMPT_ID + number]
+    ids[1:1] = [IMAGE_TOKEN] * images
     return array("I", ids)

@@ -396,10 +396,9 @@ CANNOT = {  # rows that these services never bring about, and why; the unit test
     r"held: .*gone.*": "pins of a dead worker end with their lease",
     r"reading: .*": "the kvstore client follows the rows in its own code",
     r"decode: unknown: admit, too long": "no gateway asks for it",
-    r"gateway: (looking: .*|.* images are lost)": "no images here",
     r"gateway: .*(as invalid|of the request|another checkpoint.*|for good)": "workers are alike, and requests are good",
     r"gateway: (placing|new): (client leaves|it breaks here)": "takes no time",
-    r"prefill: .*(images.*|hashes differ)": "no images here, and gateways hash well",
+    r"prefill: .*hashes differ": "gateways hash well",
     r"output: .*(a text stop|without a reason)": "the sink says so, which is another step; and whoever ends says why",
 }
 

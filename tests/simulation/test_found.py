@@ -70,6 +70,10 @@ FOUND = {
          Request(0.657, 469, 0, n=2, max_tokens=8, stream=False)),
         (Message("Admit", 4, "double"),),
     ),
+    "an image that came with a wrong byte is deposited once more": Plan(
+        1106, config(counts={"gateway": 1, "prefill": 1, "decode": 1, "kvstore": 0, "vision": 1}),
+        (Request(0.05, 188, 1, images=(0,)),), (Message("Bytes", 1, "flip"),),
+    ),
     "a deadline that passes while no worker is there ends the request": Plan(
         49, config(transports=["tcp"], queue_seconds=1.0, max_num_seqs=2), (Request(0.75, 170, 1, n=2, deadline=2.0),),
         (Hurt("cut mute", "prefill", 0, 0.199, 2.843),),

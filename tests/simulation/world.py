@@ -16,6 +16,7 @@ import random
 import sys
 import traceback
 from array import array
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,14 +27,31 @@ from zlib import crc32
 import nats.errors
 from clock import ProcessLoop, Schedule
 from network import Network
-from simulated import ATTEMPTS, BLOCK_BYTES, CLASSES, CLOCK, Broken, answer_length, fresh, meaning, prompt, settings
+from simulated import (
+    ATTEMPTS,
+    BLOCK_BYTES,
+    CLASSES,
+    CLOCK,
+    IMAGE_TOKEN,
+    Broken,
+    answer_length,
+    fresh,
+    meaning,
+    picture,
+    prompt,
+    rows,
+    settings,
+)  # fmt: skip
 
 from headrace.bus import BusError, StartError
 from headrace.bus import messages as m
 from headrace.gateway.dispatch import Record
+from headrace.gateway.errors import GatewayError
+from headrace.gateway.images import Seen, expand
 from headrace.kv.grants import owner, store
 from headrace.kv.grants.owner import flag_value
 from headrace.kv.hashing import BlockHasher
+from headrace.recipe import ImageSource
 
 NAMESPACE = bytes(16)
 UNSEEN = 0.15  # seconds that blocks may be in nobody's books: between two tasks' hands
@@ -158,6 +176,7 @@ class World:
         self.processes: list[Process] = []
         self.places: dict[tuple[str, int], Process] = {}
         self.memories: dict[str, Any] = {}
+        self.pictures: dict[bytes, list[Any]] = {}  # hash of a block -> the images in it and before it
         self.network = Network(self, plan.config.latency, plan.config.overtake)
         self.asked: list[Asked] = []
         self.outcomes: Counter[str] = Counter()
@@ -287,7 +306,7 @@ class World:
             self.outcomes["no gateway"] += 1
             return
         gateway = ready[number % len(ready)]
-        ids = prompt(number, plan.group, plan.tokens)
+        ids = prompt(number, plan.group, plan.tokens, len(plan.images))
         asked = Asked(number, plan, ids, gateway, self.now)
         asked.fresh()
         self.asked.append(asked)
@@ -303,16 +322,33 @@ class World:
         if group is None:
             return self.ended(asked, "no group")
         sampling = m.Sampling(seed=asked.number, max_tokens=plan.max_tokens, n=plan.n)
+        try:
+            seen = await self._look(service, asked, group) if plan.images else None
+        except GatewayError as error:
+            if not asked.ended:
+                Sink(asked).fail(error)
+            return
         record = asked.record = Record(
             f"{service.instance[8:]}r{asked.number}", sink=Sink(asked), group=group, ids=asked.ids,
-            hashes=block_hashes(group.layout_id, asked.ids.tobytes()), namespace=NAMESPACE, sampling=sampling,
-            seconds=plan.deadline, received=self.now,
+            hashes=block_hashes(group.layout_id, asked.ids.tobytes(), m.image_starts(seen.spans) if seen else ()),
+            namespace=NAMESPACE, sampling=sampling, seconds=plan.deadline, received=asked.began,
         )  # fmt: skip
+        record.seen, record.look_again = seen, service.images.again
         await service.dispatcher.run(record)
         if not asked.ended:
             self.ended(asked, "shed")
             if not asked.left:
                 self.violate(f"request {asked.number} was shed though its client was there")
+
+    @staticmethod
+    async def _look(service: Any, asked: Asked, group: Any) -> Seen:
+        """As the gateway's api does: its images are identified, and their tokens stand in the prompt."""
+        plan = asked.plan
+        sources = [ImageSource("data_url", f"data:image/png;base64,{b64encode(picture(n)).decode()}") for n in plan.images]
+        request, until = f"{service.instance[8:]}r{asked.number}", asked.began + plan.deadline
+        seen = await service.images.look(request, sources, NAMESPACE, group, until, "")
+        asked.ids, seen.spans = expand(asked.ids, IMAGE_TOKEN, seen.found)
+        return seen
 
     def _client_leaves(self, asked: Asked) -> None:
         if not asked.ended and not asked.gateway.dead:
@@ -383,6 +419,8 @@ class World:
         process.dirty = True
         if process.dead or memory._closed or self.over or region == "mailbox":  # a flag of another generation is no flag
             return
+        if region in ("intake", "images"):
+            return self._landed_for(process, generation, region, offset, nbytes)
         for start in range(offset, offset + nbytes, BLOCK_BYTES) if region == "kv" else (offset,):
             memory.placed[generation].add((region, start))
         service = process.service
@@ -406,6 +444,35 @@ class World:
                     return
         self.violate(f"bytes of generation {generation} landed in {region!r} of {service.instance} after it was over")
 
+    def _landed_for(self, process: Process, generation: int, region: str, offset: int, nbytes: int) -> None:
+        """Bytes of an image, or of its embeddings."""
+        service = process.service
+        staging = service.staging if region == "intake" else service.sight.staging
+        for grant, state in staging._grants:
+            if state.generation == generation:
+                room = staging._rooms[grant]
+                if state.phase == store.CHECKING:
+                    self.violate(f"bytes of generation {generation} landed in {region!r} while it was checked")
+                if not any(o <= offset and offset + nbytes <= o + n for o, n in zip(room.offsets, room.sizes, strict=True)):
+                    self.violate(f"generation {generation} wrote at {offset} of {region!r}, which is not its own")
+                break
+        else:
+            self.violate(f"bytes of generation {generation} landed in {region!r} of {service.instance} after it was over")
+        try:
+            staging.check()
+        except AssertionError as error:
+            self.violate(f"{service.instance}, {region!r}: {error}")
+
+    def submitting(self, request: Any) -> None:
+        """A prompt is given to its engine: are these the embeddings of its images, and are its blocks no other images'?"""
+        for image in request.images:
+            if image.embeddings is not None and bytes(image.embeddings) != rows(image.digest, image.tokens):
+                self.violate(f"{request.request} was given other embeddings than those of its image at {image.start}")
+        for number, block in enumerate(request.hashes, 1):
+            within = [(i.start, i.digest) for i in request.images if i.start < 128 * number]
+            if self.pictures.setdefault(block, within) != within:
+                self.violate(f"block {number} of {request.request} has the hash of a block of other images")
+
     def admitting(self, process: Process, reservation: Any, key: str) -> None:
         """Is everything there that the reservation stands for?"""
         service = process.service
@@ -423,7 +490,7 @@ class World:
 
     def _watcher(self, process: Process) -> Callable[[], None]:
         """What is called after each turn of a process: it looks at its memory, if something about that has changed."""
-        if process.role == "gateway":
+        if process.role in ("gateway", "vision"):
             return lambda: None
         if process.role == "kvstore":
             return lambda: self._watch_store(process)
@@ -539,6 +606,14 @@ class World:
                 "in_flight": sum(w.in_flight for w in service.router.workers.values()),
                 "watched": sum(max(0, state[1]) for state in service.prober._watched.values())
                 if hasattr(service, "prober") else sum(max(0, s[1]) for s in dispatcher.prober._watched.values()),
+                "looking": service.images._busy, "writing": len(service.images.writing),
+            }  # fmt: skip
+        if process.role == "vision":
+            running = service.identifying.running + service.delivering.running
+            return {
+                "running": running, "deposits": len(service.staging), "writing": len(service.writing),
+                "rooms": len(service._rooms), "held": service._held, "turns": service.encoding.pending,
+                "armed": len(service.memory._armed),
             }  # fmt: skip
         if process.role == "kvstore":
             s = service.store
@@ -629,8 +704,13 @@ class World:
         if not all(process.ready for process in self.places.values()):
             return False
         workers = {p.service.instance for (role, _), p in self.places.items() if role in ("prefill", "decode")}
+        eyes = {p.service.instance for (role, _), p in self.places.items() if role == "vision"}
         for (role, _), process in self.places.items():
+            if role == "prefill" and any(process.service.peers.get(one) is None for one in eyes):
+                return False
             if role == "gateway":
+                if {p.instance for p in process.service.peers.by_role("vision")} != eyes:
+                    return False
                 group = process.service.router.group("sim")
                 if group is None or {w.instance for w in (*group.prefills, *group.decodes)} != workers:
                     return False
@@ -661,9 +741,9 @@ class World:
 
 
 @lru_cache(maxsize=4096)
-def _hashes(layout: str, ids: bytes) -> tuple[bytes, ...]:
-    return tuple(BlockHasher(layout, NAMESPACE).hashes(ids))
+def _hashes(layout: str, ids: bytes, images: tuple[Any, ...]) -> tuple[bytes, ...]:
+    return tuple(BlockHasher(layout, NAMESPACE).hashes(ids, images))
 
 
-def block_hashes(layout: str, ids: bytes) -> list[bytes]:
-    return list(_hashes(layout, ids))
+def block_hashes(layout: str, ids: bytes, images: Any = ()) -> list[bytes]:
+    return list(_hashes(layout, ids, tuple(images)))

@@ -250,9 +250,9 @@ class Images:
             return room
         if not self.writing.begin(room.grant):
             return m.Refused("unknown", "the worker asked for this deposit before we knew it")
-        deadline = began + DEPOSIT_SECONDS - 1.0
+        deadline = min(began + DEPOSIT_SECONDS - 1.0, seen.deadline)
         try:
-            peer = await links.get(room.memory, 2.0)
+            peer = await links.get(room.memory, max(0.0, min(2.0, seen.deadline - time.monotonic())))
             await peer.write("intake", [(room.offset, data)], room.generation, deadline)
             await peer.flush(deadline, room.generation)
             checksum = crc32(data) if len(data) <= 65536 else await asyncio.to_thread(crc32, data)
@@ -270,8 +270,11 @@ class Images:
             if now >= seen.deadline:
                 raise errors.deadline(self._settings.request_seconds)
             try:
-                return await self._bus.request("vision", presence.instance, verb, message, self._settings.command_seconds)
+                patience = min(self._settings.command_seconds, seen.deadline - now)
+                return await self._bus.request("vision", presence.instance, verb, message, patience)
             except BusTimeout as error:
+                if time.monotonic() >= seen.deadline:
+                    continue
                 if not await answers(self._bus):  # that says nothing about the worker
                     heard, off = time.monotonic(), off or now
                     if heard - off > self._settings.bus_grace_seconds:

@@ -12,15 +12,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
-import torch
-
-from headrace.engine.models.vision.encoder import ImageEncoder
 
 from .cache import ByteCache, Key
 from .identity import Pixels
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.engine.models.vision.encoder import ImageEncoder
 
 log = structlog.get_logger("headrace.vision")
 
@@ -152,11 +154,15 @@ class Encoding:
 
 
 def _compute(encoder: ImageEncoder, images: Sequence[Pixels]) -> list[torch.Tensor]:
+    import torch
+
     frames = [torch.frombuffer(bytearray(i.data), dtype=torch.uint8).view(i.height, i.width, 3) for i in images]
     return [span.cpu() for span in encoder.encode(frames)]
 
 
 def rows_of(span: torch.Tensor, dtype: str) -> Any:
     """A span as little-endian rows of `dtype`."""
+    import torch
+
     wanted = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
     return memoryview(span.to(wanted).contiguous().view(torch.uint8).numpy()).cast("B")

@@ -177,7 +177,7 @@ class VisionService(Service):
 
     def identify(self, message: m.Identify) -> Any:
         """Begin, or look how far it is."""
-        key = f"{message.request}/{message.round}/{message.image}"
+        key = f"{message.request}/{message.round}/{message.image}/{message.grant}"  # a new deposit is a new question
         job = self.identifying.get(key)
         if job is None:
             if (refusal := self._not_ready()) is not None:
