@@ -1,5 +1,6 @@
 """`python -m headrace.vision`"""
 
+import headrace.engine.models.vision.loader  # noqa: F401  torch, before there are threads that stand back: they would load it late
 from headrace.bus import run_service
 
 from .service import VisionService
