@@ -166,7 +166,7 @@ def measure(path: Path, run: Run | None, count: int, kinds: tuple[str, ...]) -> 
     """Everything above for one checkpoint."""
     renderer = Renderer(Tokenizer.from_file(path / "tokenizer.json"))
     model = TrainingModel.of(load_model(path))
-    numbers: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
+    numbers: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "sequences_of_each_kind": count}
     data = {kind: sequences(renderer, kind, count) for kind in kinds}
     for kind, pairs in data.items():
         numbers[f"loss_{kind}"] = mean_loss(model, pairs)
