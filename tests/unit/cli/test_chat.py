@@ -19,6 +19,8 @@ def test_a_file_becomes_a_data_url_and_a_url_stays(tmp_path):
     kind, _, data = chat.image_url(str(file)).partition(",")
     assert (kind, base64.b64decode(data)) == ("data:image/png;base64", b"\x89PNG\x00")
     assert chat.image_url("https://x.example/a.png") == "https://x.example/a.png"
+    with pytest.raises(CommandError, match="the picture /dev/null is empty"):
+        chat.image_url("/dev/null")
     with pytest.raises(CommandError, match="can't read the picture /nowhere.png: No such file"):
         chat.image_url("/nowhere.png")
 

@@ -33,3 +33,9 @@ def test_a_warm_up_without_end_is_given_up(monkeypatch):
     monkeypatch.setattr(subprocess, "run", late)
     found = doctor.kernels()
     assert found.level == "note" and "run it again" in found.way_out
+
+
+def test_a_system_is_asked_for_the_services_that_it_has():
+    """`up --both` has no prefill worker, and a checkpoint that sees has a vision worker."""
+    assert doctor.roles_of(["nats", "gateway", "decode-1", "decode-2", "kvstore"]) == ["decode", "gateway", "kvstore"]
+    assert "vision" in doctor.roles_of(["vision-1", "prefill-1"])

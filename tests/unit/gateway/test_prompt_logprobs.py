@@ -60,6 +60,23 @@ async def test_a_text_prompt_has_its_bos_among_the_tokens_and_not_in_the_text(cl
     assert told["text_offset"][:3] == [0, 0, 3] and told["tokens"][1] == "the" and told["token_logprobs"][0] is None
 
 
+async def test_characters_that_several_tokens_spell_count_once(cluster):
+    prompt = "h\u00e9llo \U0001f30a water"
+    _, _, body = await cluster.post(completion(prompt=prompt, echo=True, logprobs=0), "/v1/completions")
+    choice = body["choices"][0]
+    told, text = choice["logprobs"], choice["text"]
+    assert told["text_offset"] == sorted(told["text_offset"]) and text.startswith(prompt)
+    for token, at in zip(told["tokens"], told["text_offset"], strict=True):
+        assert token.startswith("bytes:") or "\\x" in token or token not in text or text[at : at + len(token)] == token
+    assert text[told["text_offset"][-4] :].startswith("the"), "the output begins where the prompt ends"
+
+
+async def test_an_empty_prompt_is_its_bos(cluster):
+    _, _, body = await cluster.post(completion(prompt="", echo=True, logprobs=0), "/v1/completions")
+    told = body["choices"][0]["logprobs"]
+    assert len(told["tokens"]) == body["usage"]["prompt_tokens"] + 4 and told["token_logprobs"][0] is None
+
+
 async def test_what_was_lost_is_computed_once_more(cluster):
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     prefill.lose = {2}  # its second part
@@ -96,8 +113,9 @@ async def test_output_that_goes_on_elsewhere_needs_none(cluster):
         ({"prompt_logprobs": 1, "stream": True}, "leave out `stream`"),
         (
             {"prompt_logprobs": 20, "prompt": [5] * 2000},
-            "2000 prompt tokens with 20 others each are 42000; an answer has at most",
+            "2000 prompt tokens (of all prompts, in every choice) with 20 others each are 42000; an answer has at most",
         ),
+        ({"prompt_logprobs": 0, "prompt": [[5] * 3000] * 2, "n": 8}, "48000 prompt tokens (of all prompts, in every choice)"),
     ],
 )
 async def test_what_is_too_much_is_refused(cluster, more, says):

@@ -78,11 +78,14 @@ def image_url(name: str) -> str:
     """A URL as it is; a file as a data URL. Raises CommandError: it can't be read."""
     if name.startswith(("http://", "https://", "data:")):
         return name
-    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+    kind = mimetypes.guess_type(name)[0] or "image/png"  # the server looks at the bytes
     try:
-        return f"data:{kind};base64,{base64.b64encode(Path(name).read_bytes()).decode()}"
+        data = Path(name).read_bytes()
     except OSError as error:
         raise CommandError(f"can't read the picture {name}: {error.strerror}") from None
+    if not data:
+        raise CommandError(f"the picture {name} is empty")
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def tokens(usage: dict) -> str:

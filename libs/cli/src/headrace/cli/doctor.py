@@ -13,7 +13,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +22,7 @@ import aiohttp
 import uvloop
 
 from headrace.bus import Bus, Peers, StartError
+from headrace.bus.settings import ROLES
 from headrace.bus.testing import nats_server_path
 from headrace.cli import nats_server, state
 from headrace.cli.console import BOLD, GREEN, RED, paint
@@ -36,7 +37,6 @@ DISK_WANTED = 2 << 30  # bytes, for logs and checkpoints
 MEMORY_WANTED = 3 << 30  # bytes
 WARM_SECONDS = 600  # patience with the compilation of all kernels; a second run takes seconds
 NO_DEVICE = 2  # exit status of headrace.kernels.warm without a GPU
-ROLES = ("gateway", "prefill", "decode", "kvstore")
 
 
 @dataclass
@@ -99,7 +99,7 @@ def python() -> Finding:
 def packages() -> Finding:
     """All our distributions: installed, and of one version."""
     versions, missing = {}, []
-    for name in ("bus", "kv", "transfer", "recipe", "kernels", "engine", "worker", "cli", *ROLES, "vision"):
+    for name in ("bus", "kv", "transfer", "recipe", "kernels", "engine", "worker", "cli", *ROLES):
         try:
             versions[name] = metadata.version(f"headrace-{name}")
         except metadata.PackageNotFoundError:
@@ -244,7 +244,7 @@ async def running_system(where: state.StateDir) -> list[Finding]:
         await peers.start()
         await asyncio.sleep(SETTLE)
         findings.append(Finding("bus", "ok", f"{running.nats_url}, {len(peers.all())} services"))
-        for role in ROLES:
+        for role in roles_of(running.processes):
             present = peers.by_role(role, state=None)
             if not present:
                 findings.append(Finding(role, "problem", "no instance is on the bus", f"see {where.logs}"))
@@ -258,6 +258,11 @@ async def running_system(where: state.StateDir) -> list[Finding]:
         await peers.stop()
         await bus.close()
     return findings
+
+
+def roles_of(processes: Iterable[str]) -> list[str]:
+    """Which services a system has, from its processes' names (`decode-1`): one without prefill workers lacks none."""
+    return sorted({name.partition("-")[0] for name in processes} & set(ROLES))
 
 
 async def _get(session: aiohttp.ClientSession, check: str, url: str, way_out: str) -> Finding:

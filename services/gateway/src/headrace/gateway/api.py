@@ -180,6 +180,7 @@ class Api:
         trace.event(request_id, "gateway.rendered", (time.monotonic() - started) * 1e3, prompt_tokens=sum(map(len, prompts)))
         call.reply = reply = self._reply(call, parsed, namespace, prompts)
         records = [self._record(call, parsed, group, namespace, ids, reply.part(n), seen) for n, ids in enumerate(prompts)]
+        self._refuse_many_logprobs(records)
         for record in records:
             record.sampling.grammar = grammar
 
@@ -295,8 +296,6 @@ class Api:
             raise errors.empty_prompt()
         sampling = self._sampling(parsed)
         sampling.max_tokens = parsed.resolve_max_tokens(len(ids), self._gateway.models.limit(group))
-        if len(ids) * (sampling.prompt_logprobs + 1) > PROMPT_LOGPROBS:
-            raise errors.too_many_logprobs(len(ids), sampling.prompt_logprobs, PROMPT_LOGPROBS)
         priority = parsed.extras.get("priority")
         record = Record(
             # One HTTP request is one request on the bus, save for the further prompts of a batch.
@@ -315,6 +314,13 @@ class Api:
         )
         record.seen, record.look_again = seen, self._gateway.images.again
         return record
+
+    def _refuse_many_logprobs(self, records: list[Record]) -> None:
+        """Those of all prompts are written in every choice of one answer. Raises RecipeError (both numbers)."""
+        sampling = records[0].sampling
+        tokens = sum(len(record.ids) for record in records) * sampling.n
+        if tokens * (sampling.prompt_logprobs + 1) > PROMPT_LOGPROBS:
+            raise errors.too_many_logprobs(tokens, sampling.prompt_logprobs, PROMPT_LOGPROBS)
 
     def _sampling(self, parsed: ParsedRequest) -> m.Sampling:
         """Recipe's resolved sampling as workers read it; what was not said is as the checkpoint recommends, else the wire's

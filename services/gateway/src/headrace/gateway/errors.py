@@ -50,8 +50,8 @@ def invalid(message: str, param: str | None = None) -> GatewayError:
 
 def too_many_logprobs(tokens: int, most: int, limit: int) -> GatewayError:
     return invalid(
-        f"log-probabilities of {tokens} prompt tokens with {most} others each are {tokens * (most + 1)}; an answer has at most "
-        f"{limit}: ask for fewer, or for a shorter prompt's", "prompt_logprobs",
+        f"log-probabilities of {tokens} prompt tokens (of all prompts, in every choice) with {most} others each are "
+        f"{tokens * (most + 1)}; an answer has at most {limit}: ask for fewer, or for a shorter prompt's", "prompt_logprobs",
     )  # fmt: skip
 
 

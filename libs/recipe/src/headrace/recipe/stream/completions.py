@@ -79,7 +79,7 @@ class CompletionStream(ReplyStream):
         return b"data: " + as_recipe_error(error).body("completions") + b"\n\n"
 
     def _open(self) -> bytes:
-        if not self.echo:
+        if not self.echo and self.echo_logprobs is None:
             return b""
         if self.echo_logprobs is None:
             return self._chunk(self.echo, None, None)
@@ -103,14 +103,15 @@ class CompletionStream(ReplyStream):
         tokenizer = self.parser.tokenizer
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, logprob, top in logprobs:
-            text = token_text(tokenizer.token_bytes(token_id))
+            spelled = tokenizer.token_bytes(token_id)
+            text = token_text(spelled)
             lists["tokens"].append(text)
             lists["token_logprobs"].append(float32(logprob))
             others = {token_text(tokenizer.token_bytes(i)): float32(value) for i, value in top}
             lists["top_logprobs"].append(None if math.isnan(logprob) else others)
             lists["text_offset"].append(self._offset)
             if not math.isnan(logprob) or self.echo.startswith(text):  # else the BOS before a prompt's text
-                self._offset += len(text)
+                self._offset += sum(byte & 0xC0 != 0x80 for byte in spelled)  # characters that begin in it
         for key, values in lists.items():
             self._logprobs.setdefault(key, []).extend(values)
         return lists
