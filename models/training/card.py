@@ -80,7 +80,7 @@ def text(
         f"A DeepSeek-V4.1 model in small, trained from nothing for Headrace: {c.num_hidden_layers} layers of width "
         f"{c.hidden_size}, {c.n_routed_experts} routed experts (top {c.num_experts_per_tok}) and a shared one, CSA2 with "
         f"{len(c.kv_source_layer_ids)} KV sources, Engram, mHC, a DSpark draft of {c.num_nextn_predict_layers} stages; "
-        f"{c.vocab_size:,} tokens. {count}{size / 1e6:.1f} MB as FP8 and FP4.", "",
+        f"a vocabulary of {c.vocab_size:,}. {count}{size / 1e6:.1f} MB as FP8 and FP4.", "",
         "It shows what the system does. It is no assistant: it knows the small world of its training data and says false "
         "things about everything else, fluently.", "",
         "Licence: Apache-2.0; sources in [ATTRIBUTION.md](ATTRIBUTION.md). Made by `python -m models.training` "
@@ -103,6 +103,8 @@ def text(
                 lines += [f"> **{_line(sample['asked'])}**", ">", f"> {_line(sample['answer'])}", ""]
     longest = max((json.loads(f.read_text())["contexts"][-1] for f in run.folder.glob("data-*.json")), default=0)
     lines += ["## Limits", "", f"- Trained on contexts of up to {longest:,} tokens; longer ones are untried.",
+              *(["- Pictures were 126 x 126 pixels; it misreads others."] if c.vision else []),
+              "- Sums were trained, and are evaluated, with thinking; without it they are often wrong.",
               "- Facts beyond the tables in `models/training/generators/facts.py` are made up.",
               "- Refusals were trained with a few sentences only; they protect from nothing.",
               *(f"- {note}" for note in notes), ""]  # fmt: skip

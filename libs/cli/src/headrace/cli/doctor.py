@@ -219,7 +219,7 @@ def api_port() -> Finding:
         return Finding(f"port {DEFAULT_PORT}", "ok", "free")
     who = holder(DEFAULT_PORT) or "another user's process"
     return Finding(
-        f"port {DEFAULT_PORT}", "note", f"in use by {who}", "`headrace up` will take another one; --port chooses it"
+        f"port {DEFAULT_PORT}", "note", f"in use by {who}", "another system takes another port; --port chooses it"
     )
 
 

@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="checkpoint folder (default: the bundled model of a clone, else a random one, made once)",
     )
     parser.add_argument(
-        "--preset", choices=PRESETS, help="a random checkpoint of this size, whose words mean nothing (default: nano)"
+        "--preset",
+        choices=PRESETS,
+        help="a random checkpoint of this size, whose words mean nothing (default: nano, where no model is bundled)",
     )
     parser.add_argument(
         "--port",
