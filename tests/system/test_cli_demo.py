@@ -38,7 +38,8 @@ def test_second_request_computes_fewer_rows_and_says_the_same(home):
     assert first["computed_rows"] == first["prompt_tokens"]
     assert 0 < second["computed_rows"] < first["computed_rows"]
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == second["prompt_tokens"] - second["computed_rows"]
-    assert len(set(result["processes"].values())) == 5
+    assert {name.partition("-")[0] for name in result["processes"]} >= {"nats", "gateway", "prefill", "decode", "kvstore"}
+    assert len(set(result["processes"].values())) == len(result["processes"])
     for run in result["runs"]:
         times = [row["end_ms"] for row in run["timeline"]]
         assert times == sorted(times)

@@ -92,8 +92,8 @@ def widest(core: EngineCore, requests) -> tuple[list[Answer], int, int]:
     """(answers, most sequences in one step, most chunks of one prompt)."""
     rows, chunks, schedule = [], {}, core.scheduler.schedule
 
-    def watch(now):
-        plan = schedule(now)
+    def watch(now, before=None):
+        plan = schedule(now, before)
         if plan:
             rows.append(len(plan.rows))
             for row in plan.rows:

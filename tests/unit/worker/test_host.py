@@ -34,7 +34,7 @@ class Recorder:
         self.engine.submit(api.EngineRequest(name, ids, hashes, api.SamplingParams(**sampling)))
         self.host.wake()
 
-    async def ended(self, *names: str, timeout: float = 5.0) -> None:
+    async def ended(self, *names: str, timeout: float = 30.0) -> None:
         """Wait until each request has its last event."""
         end = time.monotonic() + timeout
         while not set(names) <= {
