@@ -79,10 +79,8 @@ class CompletionStream(ReplyStream):
         return b"data: " + as_recipe_error(error).body("completions") + b"\n\n"
 
     def _open(self) -> bytes:
-        if not self.echo and self.echo_logprobs is None:
-            return b""
         if self.echo_logprobs is None:
-            return self._chunk(self.echo, None, None)
+            return self._chunk(self.echo, None, None) if self.echo else b""
         lists = self._legacy([(token, logprob, top[: self.echo_logprobs]) for token, logprob, top in self.prompt_scores])
         self._offset = len(self.echo)
         return self._chunk(self.echo, lists, None)
