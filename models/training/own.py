@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
     """Let an exported target answer training prompts, and pack what it says."""
     args.out.mkdir(parents=True, exist_ok=True)
     kinds = mix.available(mix.MIXES[args.mix])
-    workers = args.workers or os.cpu_count() or 1
+    workers = args.workers or len(os.sched_getaffinity(0))
     index = {"contexts": [CONTEXT], "shares": kinds, "own": True}
     (args.out / "index.json").write_text(json.dumps(index, indent=1))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:

@@ -72,7 +72,7 @@ def pack(folder: Path, tokenizer: Path, shares: dict[str, float], contexts: list
     missing = [p for p in range(parts) if not list(folder.glob(f"c*-{p:04}.npz"))]
     start, made = time.monotonic(), 0
     arguments = (folder, tokenizer, shares, contexts, -(-tokens // parts))
-    workers = min(workers or os.cpu_count() or 1, len(missing) or 1)
+    workers = min(workers or len(os.sched_getaffinity(0)), len(missing) or 1)
     if workers == 1:
         for done, part in enumerate(missing, 1):
             made += make_part(*arguments, part, seed, held_out)

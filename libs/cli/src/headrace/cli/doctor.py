@@ -22,6 +22,7 @@ import aiohttp
 import uvloop
 
 from headrace.bus import Bus, Peers, StartError
+from headrace.bus.cores import usable_cores
 from headrace.bus.settings import ROLES
 from headrace.bus.testing import nats_server_path
 from headrace.cli import nats_server, state
@@ -199,7 +200,7 @@ def memory() -> Finding:
             f"{size(free)} available; a small system wants {size(MEMORY_WANTED)}",
             "stop something else first",
         )
-    return Finding("memory", "ok", f"{size(free)} available, {os.cpu_count()} cores")
+    return Finding("memory", "ok", f"{size(free)} available, {usable_cores()} cores")
 
 
 def disk(where: state.StateDir) -> Finding:

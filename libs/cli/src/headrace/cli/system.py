@@ -23,6 +23,7 @@ from pathlib import Path
 import aiohttp
 
 from headrace.bus import Bus, Peers
+from headrace.bus.cores import usable_cores
 from headrace.cli import checkpoint
 from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
@@ -214,7 +215,7 @@ class System:
             env["HEADRACE_CONFIG"] = str(self.options.config.absolute())
         if role in ("prefill", "decode"):
             workers = self.options.decode + (0 if self.options.both else self.options.prefill)
-            threads = max(1, (os.cpu_count() or 1) // workers)
+            threads = max(1, usable_cores() // workers)
             env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
         argv = [sys.executable, "-m", f"headrace.{role}", "--name", name, "--metrics-port", "0", *flags]
         return Child(name, argv, self.state.logs / f"{name}.log", env)

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from headrace.bus.cores import usable_cores
 from headrace.cli.errors import CommandError
 
 PASS_THROUGH = True
@@ -54,5 +55,5 @@ def last_failed(root: Path) -> list[str]:
 
 def defaults() -> list[str]:
     """All of tests/. Files stay together on one worker, since fixtures of a file may hold a running system."""
-    workers = min(2, os.cpu_count() or 1)
+    workers = min(2, usable_cores())
     return ["-q", "--durations=15", *(["-n", str(workers), "--dist", "loadfile"] if workers > 1 else [])]

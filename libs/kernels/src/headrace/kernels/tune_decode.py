@@ -248,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=150.0, help="stop after about so long, compilation included")
     parser.add_argument("--json", default="", help="write every timing to this file")
     parser.add_argument("--only", default="", help="only shapes whose 'kind name batch' contains one of these, by |")
-    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="compiling processes")
+    parser.add_argument("--jobs", type=int, default=min(16, len(os.sched_getaffinity(0))), help="compiling processes")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     begin = time.monotonic()

@@ -6,10 +6,10 @@ instead.
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Literal
 
 from headrace.bus import Meta, Settings
+from headrace.bus.cores import usable_cores
 
 
 class WorkerSettings(Settings):
@@ -124,4 +124,4 @@ class WorkerSettings(Settings):
 
     @property
     def compute_threads(self) -> int:
-        return self.threads or max(1, (os.cpu_count() or 2) // 2)
+        return self.threads or max(1, usable_cores() // 2)

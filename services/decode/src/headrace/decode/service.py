@@ -8,7 +8,6 @@ order.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from array import array
 from collections import OrderedDict
@@ -19,6 +18,7 @@ from zlib import crc32
 
 from headrace.bus import Meta
 from headrace.bus import messages as m
+from headrace.bus.cores import usable_cores
 from headrace.bus.errors import BusError
 from headrace.engine import api
 from headrace.kv.grants import effects, events
@@ -54,7 +54,7 @@ class DecodeSettings(WorkerSettings):
     @property
     def compute_threads(self) -> int:
         """All cores where no prefill worker wants its half."""
-        return self.threads or (os.cpu_count() or 1 if self.both else super().compute_threads)
+        return self.threads or (usable_cores() if self.both else super().compute_threads)
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from zlib import crc32
 import aiohttp
 
 from headrace.bus import messages as m
+from headrace.bus.cores import usable_cores
 from headrace.transfer import Links, Memory
 from headrace.worker.staging import Staging
 from headrace.worker.visionclient import VisionClient
@@ -183,7 +184,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                     raise failed[0]
                 await asyncio.sleep(1.0 if clients else 0.0)
             await elsewhere.stop()
-    out: dict[str, Any] = {"cores": os.cpu_count(), "load_1min": os.getloadavg()[0], "rounds": args.rounds, "nice": args.nice}
+    out: dict[str, Any] = {"cores": usable_cores(), "load_1min": os.getloadavg()[0], "rounds": args.rounds, "nice": args.nice}
     out["through"] = args.through
     for kind, measured in rounds.items():
         every = [value for values in measured for value in values]

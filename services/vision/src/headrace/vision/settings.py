@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 from headrace.bus import Meta, Settings
+from headrace.bus.cores import usable_cores
 
 
 class VisionSettings(Settings):
@@ -44,4 +44,4 @@ class VisionSettings(Settings):
 
     @property
     def compute_threads(self) -> int:
-        return self.threads or max(1, (os.cpu_count() or 2) // 2)
+        return self.threads or max(1, usable_cores() // 2)
