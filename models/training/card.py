@@ -30,7 +30,7 @@ def write(run: Run, out: Path, notes: Sequence[str] = ()) -> None:
     history = run.history()
     shares = sources(run)
     (out / "losses.svg").write_text(plot(history))
-    (out / "ATTRIBUTION.md").write_text(attribution(shares))
+    (out / "ATTRIBUTION.md").write_text(attribution(shares | run.earlier()["shares"]))
     (out / "README.md").write_text(text(run, out, history, shares, notes))
 
 
@@ -55,15 +55,29 @@ def attribution(shares: dict[str, float]) -> str:
 _REPORTED = ("loss", "target_loss", "index_loss", "confidence_loss", "accepted")
 
 
-def _stage_lines(history: list[dict[str, Any]]) -> list[str]:
-    lines = []
+def _stage_lines(history: list[dict[str, Any]], earlier: Sequence[str] = ()) -> list[str]:
+    """A row of each stage, behind the rows of the runs that this one went on from."""
+    lines, again = list(earlier), "continued: " if earlier else ""
     for stage in STAGES:
         last = next((h for h in reversed(history) if h["stage"] == stage), None)
         if last:
             shown = ", ".join(f"{k} {last[k]:.3f}" for k in _REPORTED if k in last)
             size = f"{last['tokens'] / 1e6:.1f} M | {last['seconds'] / 60:.0f}"
-            lines.append(f"| {stage} | {last['step']:,} | {size} | {shown} |")
+            lines.append(f"| {again}{stage} | {last['step']:,} | {size} | {shown} |")
     return lines
+
+
+def _data_lines(shares: dict[str, float], earlier: dict[str, Any]) -> list[str]:
+    """What was seen by this run, and by those before it."""
+    said = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items() if share >= 0.005)
+    if not earlier["rows"]:
+        return [f"Data, shares of tokens: {said}.", ""]
+    before = ", ".join(f"{kind} {share}%" for kind, share in earlier["shares"].items())
+    return [
+        "Stages marked `continued` went on from the weights of the rows above them, as stored; the plot shows them alone.", "",
+        f"Data of the continued stages, shares of tokens: {said}.", "",
+        f"Data of the stages before, shares of tokens: {before}.", "",
+    ]  # fmt: skip
 
 
 def text(
@@ -71,6 +85,7 @@ def text(
 ) -> str:
     """The card; notes are limits that only a person knows."""
     c = run.config
+    earlier = run.earlier()
     measured, evaluation = (_read(out / name) for name in ("measured.json", "evaluation.json"))
     size = sum(f.stat().st_size for f in out.glob("model*.safetensors"))
     count = f"{measured['parameters'] / 1e6:.1f} M parameters, " if measured else ""
@@ -86,9 +101,10 @@ def text(
         "Licence: Apache-2.0; sources in [ATTRIBUTION.md](ATTRIBUTION.md). Made by `python -m models.training` "
         "([how](../training/README.md)).", "",
         "## Training", "",
-        "| stage | steps | tokens | minutes | last reported |", "|---|---|---|---|---|", *_stage_lines(history), "",
+        "| stage | steps | tokens | minutes | last reported |", "|---|---|---|---|---|",
+        *_stage_lines(history, earlier["rows"]), "",
         "![losses](losses.svg)", "",
-        "Data, shares of tokens: " + ", ".join(f"{kind} {share:.0%}" for kind, share in top if share >= 0.005) + ".", "",
+        *_data_lines(dict(top), earlier),
     ]  # fmt: skip
     if measured:
         lines += ["## Measured offline", "", "`python -m models.training measure`, on held-out slots:", ""]

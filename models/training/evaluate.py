@@ -198,6 +198,8 @@ TASKS: dict[str, Task] = {
     "sums": Task("three_digits", {"three-digit sums": right_number}, thinking=True),
     "small_sums": Task("add_subtract", {"sums of up to three digits": right_number}, thinking=True),
     "needles": Task("needle_1500", {"needle at 1,500 tokens": has_text}),
+    "needles_alike": Task("needle_alike", {"needle at 1,500 tokens, all facts of one form": has_text}),
+    "bindings": Task("bindings", {"one more question about many facts": has_text}),
     "json": Task("json", {"JSON valid": valid_json, "JSON right": right_json}),
     "stories": Task("story_chat", {"stories that end": told}),
     "facts": Task("table", {"facts of the tables": lambda s, r: r.content.strip() == s.answer}),
@@ -207,14 +209,15 @@ TASKS: dict[str, Task] = {
 
 
 def draw(kind: str, seed: str, number: int) -> Sample:
-    """A held-out sample; `needle_1500` has its needle outside every window of a prompt of about 1,500 tokens."""
-    if kind != "needle_1500":
+    """A held-out sample; `needle_1500` has its needle outside every window of a prompt of about 1,500 tokens, `needle_alike`
+    has it so among facts of its own form."""
+    if kind not in ("needle_1500", "needle_alike"):
         return mix.draw(kind, seed, number, held_out=True)
     import random
 
     rng = random.Random(f"{seed}/needle/{number}")
     while True:
-        sample = recall.needle(rng, NEEDLE_CHARACTERS)
+        sample = recall.needle(rng, NEEDLE_CHARACTERS, alike=float(kind == "needle_alike"))
         if sample.held_out:
             return sample
 

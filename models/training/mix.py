@@ -25,8 +25,8 @@ ANNEAL = {
     "add_subtract": 5, "three_digits": 8, "multiply": 2, "divide": 1, "compare": 1.5, "word_problem": 4, "units": 2, "dates": 2,
     "fractions": 1.5, "capital": 1, "element": 0.5, "table": 1, "why": 1.5, "small_talk": 1.5, "declined": 1, "system": 1,
     "remembered": 1.5, "lists": 1, "tool": 14, "tool_parallel": 4, "tool_none": 7, "tool_result": 4, "tool_second": 3,
-    "json": 2, "json_list": 1, "needle": 7, "short_needle": 3, "repeat": 1.5, "spelling": 1, "who_has": 1,
-    "picture": 6,
+    "json": 2, "json_list": 1, "repeat": 3, "spelling": 1, "picture": 6,
+    "bindings": 22, "pairs": 11, "needle": 17, "short_needle": 9, "who_has": 7,  # three eighths: names are bound to things
 }  # fmt: skip
 # A model of a few million parameters that trains on a CPU: stories, small sums, simple calls, short talk.
 NARROW = {

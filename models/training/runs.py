@@ -3,11 +3,13 @@
   config.json, tokenizer.json   what is trained
   <stage>.pt                    newest state of each stage: weights, optimiser, step, seconds, random state
   log.jsonl                     one JSON object for each report
+  earlier.json                  of a run that began from a checkpoint: what its card said about stages and data
 Knows files; does not know losses.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -24,6 +26,12 @@ from headrace.engine.models.v41.training import TrainingModel, initialize
 from .configs import root_config
 
 STAGES = ("pretrain", "anneal", "draft")
+EARLIER = "earlier.json"
+
+
+def dense_config(config: ModelConfig) -> ModelConfig:
+    """The same model when every visible entry is selected."""
+    return dataclasses.replace(config, index_topk=1 << 20, candidate_topk_blocks=1 << 20)
 
 
 class Run:
@@ -82,6 +90,11 @@ class Run:
         line = {k: round(float(v), 5) if isinstance(v, (torch.Tensor, float)) else v for k, v in values.items()}
         with open(self.folder / "log.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
+
+    def earlier(self) -> dict[str, Any]:
+        """rows: of the card's table, shares: percent of tokens by kind; both empty when the run began from nothing."""
+        path = self.folder / EARLIER
+        return json.loads(path.read_text()) if path.exists() else {"rows": [], "shares": {}}
 
     def history(self) -> list[dict[str, Any]]:
         """Every line of the log."""

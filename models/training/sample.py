@@ -23,7 +23,8 @@ class Sample:
     """A document (`text` alone), or a conversation whose next turn is the target.
 
     slots: what identifies the example for the held-out split; equal slots, equal side. check: what an evaluation
-    compares the answer with. pictures: encoded images in the order of the conversation's placeholders."""
+    compares the answer with. pictures: encoded images in the order of the conversation's placeholders. side: of a sample that
+    is made of many slots, which all lie on this side of the split. taught: earlier answers count like the target."""
 
     kind: str
     slots: str
@@ -35,12 +36,19 @@ class Sample:
     check: dict[str, Any] = field(default_factory=dict)
     pictures: list[bytes] = field(default_factory=list)
     span: int = 0  # tokens of each picture
+    side: bool | None = None
+    taught: bool = False
 
     @property
     def held_out(self) -> bool:
         """Whether this example belongs to evaluation; decided by its slots alone."""
-        digest = hashlib.blake2b(f"{self.kind}|{self.slots}".encode(), digest_size=4).digest()
-        return int.from_bytes(digest, "big") % HELD_OUT == 0
+        return held_out(self.kind, self.slots) if self.side is None else self.side
+
+
+def held_out(kind: str, slots: str) -> bool:
+    """Which side of the split these slots of a kind are on."""
+    digest = hashlib.blake2b(f"{kind}|{slots}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT == 0
 
 
 class Renderer:
@@ -51,6 +59,7 @@ class Renderer:
         self.encoding = Encoding("v41", tokenizer, V41_TOKENS)
         self.eos = tokenizer.added_token_id(V41_TOKENS.eos)
         self.bos = tokenizer.added_token_id(V41_TOKENS.bos)
+        self.thought = tokenizer.added_token_id(V41_TOKENS.thinking_end)
         self.image = tokenizer.added_token_id(V41_TOKENS.image)
 
     def ids(self, sample: Sample) -> tuple[array[int], array[float]]:
@@ -60,7 +69,18 @@ class Renderer:
             return ids, array("f", [1.0]) * len(ids)
         prompt = self.prompt_ids(sample)
         target = self.encoding.encode_rendered(target_of(sample))
-        return prompt + target, array("f", [PROMPT_WEIGHT]) * len(prompt) + array("f", [1.0]) * len(target)
+        weights = array("f", [PROMPT_WEIGHT]) * len(prompt)
+        if sample.taught:
+            self._count_answers(prompt, weights)
+        return prompt + target, weights + array("f", [1.0]) * len(target)
+
+    def _count_answers(self, ids: array[int], weights: array[float]) -> None:
+        """Weight 1 for what follows a </think>, up to its EOS: the answers that the prompt holds already."""
+        said = False
+        for at, token in enumerate(ids[:-1]):
+            if said:
+                weights[at] = 1.0
+            said = token == self.thought or (said and token != self.eos)
 
     def prompt_ids(self, sample: Sample) -> array[int]:
         """What the gateway would send for the sample's conversation; an image's token is repeated for its span."""

@@ -119,6 +119,7 @@ class Shards:
 
     def __init__(self, folders: Path | Sequence[Path], tokens: int, seed: int) -> None:
         """tokens: of one batch, padding included. Rows of several folders are mixed as they are."""
+        self.arguments = folders, tokens, seed
         folders = [folders] if isinstance(folders, Path) else list(folders)
         self.seed, self.rows, self.batch_rows = seed, {}, {}
         self.pictures: dict[int, dict[int, list[bytes]]] = {}  # context -> row -> files
@@ -132,14 +133,21 @@ class Shards:
         for context, found in sorted(files.items()):
             if found:
                 parts = [dict(np.load(file)) for file in found]
-                self.pictures[context] = _pictures(parts)
+                self.pictures[context] = pictures_of(parts)
                 names = ("ids", "weights", "documents")
                 self.rows[context] = {name: np.concatenate([p[name] for p in parts]) for name in names}
                 self.batch_rows[context] = max(1, tokens // context)
         if not self.rows:
             raise FileNotFoundError(f"{folders[0]} has an index but no shards; run `python -m models.training pack` again")
+        self.files = sum(map(len, files.values()))
         self._epoch: tuple[int, list[tuple[int, np.ndarray]]] | None = None
         self.per_epoch = sum(max(1, len(r["ids"]) // self.batch_rows[c]) for c, r in self.rows.items())
+
+    def grown(self) -> Shards:
+        """These shards, or a new object with all parts that are there by now if they are half as many again."""
+        folders = [self.arguments[0]] if isinstance(self.arguments[0], Path) else self.arguments[0]
+        there = sum(len(list(folder.glob("c*.npz"))) for folder in folders)
+        return Shards(*self.arguments) if there >= 1.5 * self.files else self
 
     def batch(self, number: int) -> Batch:
         """Batch `number`; epochs are shuffled anew."""
@@ -152,7 +160,7 @@ class Shards:
             values["ids"][rows].astype(np.int64),
             values["weights"][rows].astype(np.float32) / 100,
             values["documents"][rows].astype(np.int64),
-            [_decoded(pictures.get(int(row), ())) for row in rows],
+            [decoded(pictures.get(int(row), ())) for row in rows],
         )
 
     def _order(self, epoch: int) -> list[tuple[int, np.ndarray]]:
@@ -165,7 +173,7 @@ class Shards:
         return [batches[i] for i in draw.permutation(len(batches))]
 
 
-def _pictures(parts: list[dict[str, np.ndarray]]) -> dict[int, list[bytes]]:
+def pictures_of(parts: list[dict[str, np.ndarray]]) -> dict[int, list[bytes]]:
     """Row -> its PNG files, rows counted through all parts."""
     found: dict[int, list[bytes]] = {}
     first = 0
@@ -178,7 +186,7 @@ def _pictures(parts: list[dict[str, np.ndarray]]) -> dict[int, list[bytes]]:
     return found
 
 
-def _decoded(files: Iterable[bytes]) -> np.ndarray:
+def decoded(files: Iterable[bytes]) -> np.ndarray:
     """uint8 [M, height, width, 3]."""
     from PIL import Image
 

@@ -12,7 +12,7 @@ however fast the machine is. State is written every --save-seconds and at the en
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import json
 import shutil
 import signal
 import time
@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.engine.models.v41.config import ModelConfig
 from headrace.engine.models.v41.training import TrainingModel, indexer_loss
 
 from . import losses
 from .optimizer import Optimizer, schedule
+from .probe import KINDS, Probe, line
 from .rounding import Rounded
-from .runs import STAGES, Run
+from .runs import STAGES, Run, dense_config
 from .shards import Shards
 
 
@@ -49,16 +49,12 @@ class Stage:
 
 PLAN = {
     "pretrain": Stage(warmup=0.02, decay=0.1, rate=1.0, dense=1.0),
-    "anneal": Stage(warmup=0.02, decay=0.9, rate=0.7, dense=0.25, index=True, rounded=True),
+    "anneal": Stage(warmup=0.02, decay=0.7, rate=0.7, dense=0.4, index=True, rounded=True),
     "draft": Stage(warmup=0.05, decay=0.6, rate=0.7),
 }
 BALANCE_RATE = 1e-3
+LOOK_SECONDS = 10.0  # --growing: how often new parts are looked for
 ANCHORS = 64  # draft blocks a row
-
-
-def dense_config(config: ModelConfig) -> ModelConfig:
-    """The same model when every visible entry is selected."""
-    return dataclasses.replace(config, index_topk=1 << 20, candidate_topk_blocks=1 << 20)
 
 
 class Trainer:
@@ -119,7 +115,8 @@ class Trainer:
     def work(self) -> None:
         """Train until the stage or this process's time is over."""
         stop = _Stop()
-        begun, saved, reported = time.monotonic(), time.monotonic(), 0.0
+        begun, saved, reported, probed, looked = *[time.monotonic()] * 2, 0.0, *[time.monotonic()] * 2
+        probe = Probe.begin(self.run.tokenizer, KINDS, self.options.probe_count) if self.options.probe_seconds else None
         self.reported = (self.tokens, begun)
         limit = 60 * self.options.limit_minutes if self.options.limit_minutes else float("inf")
         while self.progress < 1.0 and not stop.asked and time.monotonic() - begun < limit:
@@ -133,7 +130,27 @@ class Trainer:
             if now - saved > self.options.save_seconds:
                 self.save()
                 saved = now
+            if probe and now - probed > self.options.probe_seconds:
+                self._probe(probe)
+                probed = time.monotonic()
+            if self.options.growing and now - looked > LOOK_SECONDS:
+                self.shards, looked = self.shards.grown(), now
         self.save()
+        if probe:
+            self._probe(probe)
+
+    def _probe(self, probe: Probe) -> None:
+        """Say what held-out answers are right already, as the model is served and, before selections are real, as it trains."""
+        configs = {"selected": self.run.config}
+        if self.progress < self.plan.dense:
+            configs["dense"] = dense_config(self.run.config)
+        with self.rounded(self.plan.rounded):
+            for name, config in configs.items():
+                shares = probe(self.model, config, self.device)
+                print(line(f"{self.progress:.0%}, {name}", shares), flush=True)
+                with open(self.run.folder / "probe.jsonl", "a") as file:
+                    values = {"stage": self.stage, "step": self.step, "attention": name, **shares}
+                    file.write(json.dumps(values) + "\n")
 
     def one_step(self) -> dict[str, torch.Tensor]:
         """Gradients of one batch, in pieces that fit, and one move of the optimiser."""
@@ -279,6 +296,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--index-every", type=int, default=1, help="train the indexer in every such step only (default: 1)")
     parser.add_argument("--save-seconds", type=float, default=60.0)
     parser.add_argument("--report-seconds", type=float, default=5.0)
+    parser.add_argument("--growing", action="store_true", help="take in parts of --data that are packed meanwhile")
+    parser.add_argument("--probe-seconds", type=float, default=0.0, help="how often to `probe`; at the end, too (0: never)")
+    parser.add_argument("--probe-count", type=int, default=64, help="held-out samples of each kind (default: 64)")
 
 
 def main(args: argparse.Namespace) -> None:

@@ -1,15 +1,20 @@
-"""Needles: a fact inside a long text, asked for at its end. Shows whether far context is really read.
+"""Needles: a fact inside a long text, asked for at its end; and bindings: many facts, many questions. Shows whether far context
+is really read, and whether a name leads to what was said of it.
 
-The hay is made of stories and of other facts of the same form, so that the needle cannot be found by its shape alone.
+The hay is made of stories and of other facts, often of the same form, so that a needle cannot be found by its shape alone.
 """
 
 from __future__ import annotations
 
 import random
 import string
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from headrace.recipe import Conversation, Message
 
 from .. import words
-from ..sample import Sample, ask
+from ..sample import Sample, ask, held_out
 from .stories import cast, tell
 
 _FORMS = (
@@ -33,12 +38,17 @@ def _value(form: int, rng: random.Random) -> str:
     return "".join(rng.choice(string.ascii_lowercase + string.digits) for _ in range(rng.randint(4, 8)))
 
 
-def needle(rng: random.Random, characters: int | None = None) -> Sample:
-    """A haystack of about `characters` (default: 3,000 to 12,000, which is 1 to 4 thousand tokens)."""
-    characters = characters or rng.randint(3000, 12000)
+ALIKE = 0.5  # of needles lie among facts of their own form only
+
+
+def needle(rng: random.Random, characters: int | None = None, alike: float = ALIKE) -> Sample:
+    """A haystack of about `characters` (default: 3,000 to 7,000, which is 0.8 to 1.8 thousand tokens). alike: how often
+    all facts have the form of the one that is asked for, so that its name alone says which it is."""
+    characters = characters or rng.randint(3000, 7000)
+    same = rng.randrange(len(_FORMS)) if alike and rng.random() < alike else None
     facts: dict[str, tuple[int, str]] = {}
     for name in rng.sample(words.GIRLS + words.BOYS, rng.randint(2, 6)):
-        form = rng.randrange(len(_FORMS))
+        form = rng.randrange(len(_FORMS)) if same is None else same
         facts[name] = (form, _value(form, rng))
     pieces: list[str] = []
     while sum(map(len, pieces)) < characters:
@@ -115,4 +125,122 @@ def who_has(rng: random.Random) -> Sample:
                   answer=answer, check={"text": value})  # fmt: skip
 
 
-KINDS = {"needle": needle, "short_needle": short_needle, "repeat": repeat, "spelling": spelled, "who_has": who_has}
+# ------------------------------------------------------------------ bindings
+
+_HAS = ("{k} has the {v}.", "The {v} belongs to {k}.", "{k} holds the {v}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What was said of a name. form: of `_FORMS`, or the next number: somebody has a thing."""
+
+    form: int
+    name: str
+    value: str
+
+    def said(self, rng: random.Random) -> str:
+        """The statement, in one of its wordings."""
+        wording = _FORMS[self.form][0] if self.form < len(_FORMS) else rng.choice(_HAS)
+        return wording.format(k=self.name, v=self.value)
+
+    def asked(self, rng: random.Random) -> tuple[str, str, str]:
+        """(question, answer, what the answer must hold)."""
+        if self.form < len(_FORMS):
+            _, question, answer = _FORMS[self.form]
+        elif rng.random() < 0.5:
+            return f"Who has the {self.value}?", f"{self.name} has the {self.value}.", self.name
+        else:
+            question, answer = "What does {k} have?", _HAS[0]
+        return question.format(k=self.name), answer.format(k=self.name, v=self.value), self.value
+
+
+def _on_side(fact: Fact, side: bool) -> bool:
+    """Whether a bound pair is on this side of the split in every kind that asks for it."""
+    kind = "needle" if fact.form < len(_FORMS) else "who_has"
+    return held_out(kind, f"{fact.name}|{fact.value}") == side
+
+
+def _facts(rng: random.Random, count: int, side: bool) -> list[Fact]:
+    """Facts about so many names, of one to three forms; no two have the same value."""
+    forms = rng.sample(range(len(_FORMS) + 1), rng.choice((1, 1, 2, 3)))
+    found, values = [], set()
+    for name in rng.sample(words.GIRLS + words.BOYS, count):
+        form = rng.choice(forms)
+        for _ in range(200):
+            value = words.spoken(rng.choice(words.THINGS)) if form == len(_FORMS) else _value(form, rng)
+            fact = Fact(form, name, value)
+            if value not in values and _on_side(fact, side):
+                values.add(value)
+                found.append(fact)
+                break
+    return found
+
+
+def _text(rng: random.Random, facts: Iterable[Fact], characters: int) -> str:
+    """The facts in stories of about so many characters: scattered, or all of them before, or all in one place."""
+    said = [fact.said(rng) for fact in facts]
+    hay: list[str] = []
+    while sum(map(len, hay)) < characters:
+        hay.append(tell(rng)[2])
+    shape = rng.randrange(3)
+    if not hay or shape == 0:
+        return "\n\n".join([rng.choice((" ", "\n")).join(said), *hay])
+    if shape == 1:
+        hay.insert(rng.randint(0, len(hay)), " ".join(said))
+        return "\n\n".join(hay)
+    for sentence in said:
+        hay.insert(rng.randint(0, len(hay)), sentence)
+    return "\n\n".join(hay)
+
+
+def _size(rng: random.Random) -> tuple[int, int]:
+    """(facts, characters of stories): half are short, so that binding is learnt where it is easy, the others far apart."""
+    if rng.random() < 0.5:
+        return rng.randint(2, 12), rng.choice((0, 0, rng.randint(0, 700)))
+    return rng.randint(4, 24), rng.randint(700, 6000)
+
+
+def bindings(rng: random.Random) -> Sample:
+    """Several facts in a text, and three to fourteen questions about them, each a turn; all answers count."""
+    count, characters = _size(rng)
+    side = rng.random() < 0.1
+    facts = _facts(rng, count, side)
+    asked = rng.sample(facts, min(len(facts), rng.randint(3, 14)))
+    messages: list[Message] = []
+    text = _text(rng, facts, characters)
+    for number, fact in enumerate(asked):
+        question, answer, value = fact.asked(rng)
+        if number == 0:
+            form = ("{t}\n\n{q}", "{t} {q}", "Read this text.\n\n{t}\n\nNow answer: {q}", "{q}\n\n{t}\n\n{q}")
+            question = rng.choice(form).format(t=text, q=question)
+        messages += [Message("user", question), Message("assistant", answer)]
+    slots = "|".join(f"{fact.name}|{fact.value}" for fact in asked)
+    return Sample("bindings", slots, conversation=Conversation(messages[:-1], thinking_mode=False), answer=answer,
+                  check={"text": value}, side=side, taught=True)  # fmt: skip
+
+
+def pairs(rng: random.Random) -> Sample:
+    """A document of facts that are said, and said again in another order: nearly every sentence has one thing to recall."""
+    count, characters = _size(rng)
+    side = rng.random() < 0.1
+    facts = _facts(rng, min(40, count + rng.randint(0, 16)), side)
+    again = [fact for _ in range(rng.randint(1, 2)) for fact in rng.sample(facts, len(facts))]
+    shape = rng.randrange(3)
+    if shape == 0:  # as short as can be
+        sign, end = rng.choice(((": ", "\n"), (" - ", "\n"), (": ", ", "), (" = ", "; ")))
+        parts = [end.join(f"{fact.name}{sign}{fact.value}" for fact in some) for some in (facts, again)]
+        text = "\n\n".join(parts)
+    else:
+        told = _text(rng, facts, min(characters, 3000))
+        if shape == 1:
+            behind = rng.choice((" ", "\n")).join(fact.said(rng) for fact in again)
+        else:
+            behind = "\n".join("{} {}".format(*fact.asked(rng)) for fact in again)
+        text = f"{told}\n\n{behind}"
+    return Sample("pairs", "|".join(f"{fact.name}|{fact.value}" for fact in facts), text=text, side=side)
+
+
+KINDS = {
+    "needle": needle, "short_needle": short_needle, "repeat": repeat, "spelling": spelled, "who_has": who_has,
+    "bindings": bindings, "pairs": pairs,
+}  # fmt: skip
