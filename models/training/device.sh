@@ -87,7 +87,7 @@ pretrain | anneal | draft)
     if [ ! -d "$run" ] && [ -d "$CARRY" ]; then do_ carry "$run" "$CARRY" --back; fi
     more=
     if [ "$stage" = anneal ] && ! flock -n $data/anneal.lock true; then # it is being packed
-        until [ "$(find $data/anneal -name 'c2048-*.npz' | wc -l)" -ge $FIRST ] || flock -n $data/anneal.lock true; do sleep 1; done
+        until [ "$(find $data/anneal -name 'c2048-*.npz' 2> /dev/null | wc -l)" -ge $FIRST ] || flock -n $data/anneal.lock true; do sleep 1; done
         more=--growing
     else
         data_of "$stage"

@@ -35,14 +35,15 @@ TOKENS = 16384  # of one forward pass
 
 
 def rows(tokenizer: Path, kinds: Sequence[str], count: int) -> dict[str, dict[str, np.ndarray]]:
-    """Held-out samples of each kind, packed as training packs them."""
+    """Held-out samples of each kind, packed as training packs them; without kinds whose samples are all too long."""
     renderer, found = Renderer(Tokenizer.from_file(tokenizer)), {}
     for kind in kinds:
         packer = Packer([CONTEXT])
         for number in range(count):
             sample = evaluate.draw(kind, "probe", number)
             packer.add(*renderer.ids(sample), sample.pictures)
-        found[kind] = packer.arrays()[CONTEXT]
+        if (arrays := packer.arrays().get(CONTEXT)) is not None:
+            found[kind] = arrays
     return found
 
 
@@ -126,8 +127,8 @@ def main(args: argparse.Namespace) -> None:
     model.load_state_dict(newest[1]["model"])
     config: Any = dense_config(run.config) if args.dense else run.config
     with Rounded(model)(), plain(model, config):
-        for kind in args.kinds:
-            right, count = share(model, rows(run.tokenizer, [kind], args.count)[kind], device)
+        for kind, arrays in rows(run.tokenizer, args.kinds, args.count).items():
+            right, count = share(model, arrays, device)
             low, high = evaluate.wilson(round(right * count), count)
             print(f"{kind:16} {right:7.1%}  {low:.1%} to {high:.1%}  n {count}", flush=True)
 

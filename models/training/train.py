@@ -131,7 +131,7 @@ class Trainer:
                 self.save()
                 saved = now
             if probe and now - probed > self.options.probe_seconds:
-                self._probe(probe)
+                probe = self._probe(probe)
                 probed = time.monotonic()
             if self.options.growing and now - looked > LOOK_SECONDS:
                 self.shards, looked = self.shards.grown(), now
@@ -139,18 +139,24 @@ class Trainer:
         if probe:
             self._probe(probe)
 
-    def _probe(self, probe: Probe) -> None:
-        """Say what held-out answers are right already, as the model is served and, before selections are real, as it trains."""
+    def _probe(self, probe: Probe) -> Probe | None:
+        """Say what held-out answers are right already, as the model is served and, before selections are real, as it trains.
+        Returns the probe for the next time, None when it failed."""
         configs = {"selected": self.run.config}
         if self.progress < self.plan.dense:
             configs["dense"] = dense_config(self.run.config)
-        with self.rounded(self.plan.rounded):
-            for name, config in configs.items():
-                shares = probe(self.model, config, self.device)
-                print(line(f"{self.progress:.0%}, {name}", shares), flush=True)
-                with open(self.run.folder / "probe.jsonl", "a") as file:
-                    values = {"stage": self.stage, "step": self.step, "attention": name, **shares}
-                    file.write(json.dumps(values) + "\n")
+        try:
+            with self.rounded(self.plan.rounded):
+                found = {name: probe(self.model, config, self.device) for name, config in configs.items()}
+        except Exception as error:  # whatever it is, hours of training must not end for a look at them
+            print(f"probe failed, no more of them: {type(error).__name__}: {error}", flush=True)
+            return None
+        for name, shares in found.items():
+            print(line(f"{self.progress:.0%}, {name}", shares), flush=True)
+            with open(self.run.folder / "probe.jsonl", "a") as file:
+                values = {"stage": self.stage, "step": self.step, "attention": name, **shares}
+                file.write(json.dumps(values) + "\n")
+        return probe
 
     def one_step(self) -> dict[str, torch.Tensor]:
         """Gradients of one batch, in pieces that fit, and one move of the optimiser."""

@@ -155,9 +155,12 @@ class Fact:
 
 
 def _on_side(fact: Fact, side: bool) -> bool:
-    """Whether a bound pair is on this side of the split in every kind that asks for it."""
-    kind = "needle" if fact.form < len(_FORMS) else "who_has"
-    return held_out(kind, f"{fact.name}|{fact.value}") == side
+    """Whether a bound pair may be in training (no kind holds it out, whatever its form), or the kind of its form holds it
+    out."""
+    needle, has = (held_out(kind, f"{fact.name}|{fact.value}") for kind in ("needle", "who_has"))
+    if side:
+        return needle if fact.form < len(_FORMS) else has
+    return not (needle or has)
 
 
 def _facts(rng: random.Random, count: int, side: bool) -> list[Fact]:

@@ -12,10 +12,10 @@ from headrace.engine.make_checkpoint import small_tokenizer_json
 from headrace.recipe import V41_TOKENS, Encoding, Tokenizer
 from headrace.recipe.protocol.request import ConversionOptions
 from models.training import corpora, mix
-from models.training.generators import KINDS, draw, numbers, stories
+from models.training.generators import KINDS, draw, numbers, recall, stories
 from models.training.generators.tool_schemas import TOOLS
 from models.training.pack import pack
-from models.training.sample import Renderer, target_of, to_request
+from models.training.sample import Renderer, Sample, target_of, to_request
 from models.training.shards import Packer, Shards
 from models.training.tokenizer import train
 
@@ -117,6 +117,38 @@ def test_needles_lie_where_they_are_asked_for():
         text = sample.conversation.messages[0].content
         assert len(text) > 2500 and sample.check["text"] in text and sample.check["text"] in sample.answer
         assert text.index(sample.check["text"]) < 0.8 * len(text)
+
+
+def test_needles_lie_among_facts_of_their_own_form():
+    """So that the form of a question does not say the answer; evaluation has both kinds."""
+    for alike in (0.0, 1.0):
+        only = 0
+        for number in range(40):
+            text = recall.needle(random.Random(number), 1000, alike=alike).conversation.messages[0].content
+            forms = [re.search(said.format(k=r"[A-Z][a-z]+", v=r"[\w ]+"), text) for said, _, _ in recall._FORMS]
+            only += sum(map(bool, forms)) == 1
+        assert (only == 40) if alike else (only < 12)
+
+
+def test_no_pair_of_bindings_is_on_the_other_side_of_any_kind():
+    """Told, asked or repeated: a pair that `needle` or `who_has` asks for in an evaluation is never trained on."""
+    out = lambda kind, slots: Sample(kind, slots).held_out  # noqa: E731
+    for kind in ("bindings", "pairs"):
+        for side in (False, True):
+            slots = "|".join(draw(kind, "sides", number, held_out=side).slots for number in range(30)).split("|")
+            sides = [{out(k, f"{n}|{v}") for k in ("needle", "who_has")} for n, v in zip(slots[::2], slots[1::2], strict=True)]
+            assert len(sides) > 100 and all(True in found if side else found == {False} for found in sides)
+
+
+def test_answers_in_bindings_are_true_and_all_count(renderer):
+    for number in range(20):
+        sample = draw("bindings", "true", number)
+        text, *turns = [m.content for m in sample.conversation.messages]
+        ids, weights = renderer.ids(sample)
+        said = renderer.tokenizer.decode([i for i, w in zip(ids, weights, strict=True) if w == 1.0])
+        answers = [*turns[::2], sample.answer]
+        assert said == "".join(f"{answer}<｜end▁of▁sentence｜>" for answer in answers)
+        assert sample.check["text"] in text and len(answers) == len(set(answers))
 
 
 # ------------------------------------------------------------------ packing

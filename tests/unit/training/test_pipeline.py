@@ -15,9 +15,11 @@ from headrace.engine.config import parse_config
 from headrace.engine.loader import load_model
 from headrace.engine.models.v41.schema import checkpoint_schema
 from headrace.engine.models.v41.training import TrainingModel
+from headrace.engine.models.vision.loader import load_encoder
 from headrace.recipe import Tokenizer
-from models.training import card, carry, losses, own
+from models.training import card, carry, losses, own, probe
 from models.training.__main__ import main
+from models.training.begin import begin
 from models.training.configs import root_config
 from models.training.evaluate import begun, wilson
 from models.training.export import export
@@ -47,6 +49,7 @@ def options(**values):
     defaults = {
         "seed": 0, "device": "cpu", "bf16": False, "recompute": False, "compile": False, "minutes": None, "steps": 4,
         "micro_tokens": 0, "rate": 4e-3, "index_every": 1, "limit_minutes": None, "save_seconds": 1e9, "report_seconds": 0.0,
+        "growing": False, "probe_seconds": 0.0, "probe_count": 2,
     }  # fmt: skip
     return argparse.Namespace(**defaults | values)
 
@@ -113,6 +116,67 @@ def test_all_stages_lead_to_a_checkpoint_that_is_served(trained, tmp_path):
     with pytest.raises(ValueError, match="which no export wrote"):
         (tmp_path / "micro" / "mine.txt").write_text("")
         export(trained, tmp_path / "micro")
+
+
+def test_a_run_that_begins_from_an_export_has_its_weights_and_its_story(trained, made, tmp_path):
+    """Stored again, every value is what was stored: of the target, the draft and the image side; and it can be trained on."""
+    export(trained, tmp_path / "one")
+    card.write(trained, tmp_path / "one")
+    run = begin(tmp_path / "one", tmp_path / "run")
+    export(run, tmp_path / "two")
+    one, two = (TrainingModel.of(load_model(tmp_path / n), load_encoder(tmp_path / n)) for n in ("one", "two"))
+    for (name, a), (_, b) in zip(one.named_parameters(), two.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert any(name.startswith("mtp.") for name, _ in one.named_parameters())
+    with pytest.raises(ValueError, match="is a run already"):
+        begin(tmp_path / "one", tmp_path / "run")
+
+    again = trainer(tmp_path / "run", made, "anneal", steps=2)
+    for (name, a), (_, b) in zip(one.named_parameters(), again.model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    again.work()
+    (tmp_path / "run" / "data-anneal.json").write_text((made / "data" / "index.json").read_text())
+    card.write(run, tmp_path / "two")
+    text = (tmp_path / "two" / "README.md").read_text()
+    stages = [line.split(" | ")[0] for line in text.splitlines() if line.startswith(("| pre", "| ann", "| dra", "| cont"))]
+    assert stages == ["| pretrain", "| anneal", "| draft", "| continued: anneal"]
+    third = begin(tmp_path / "two", tmp_path / "third").earlier()  # and so on
+    assert [row.split(" | ")[0] for row in third["rows"]] == stages and third["shares"]["picture"] == 20
+
+
+def test_a_probe_counts_answers_with_every_token_right(trained, made, tmp_path):
+    """A model that always says what follows gets all of them; one wrong token costs its answer alone."""
+    arrays = probe.rows(made / "tokenizer.json", ["bindings"], 2)["bindings"]
+    ids, numbers = arrays["ids"].astype(np.int64), probe.answers(arrays["weights"], arrays["documents"])
+
+    class Knows:
+        def __call__(self, rows, **_):
+            at = next(r for r in range(len(ids)) if (ids[r] == rows[0].numpy()).all())
+            logits = torch.nn.functional.one_hot(torch.from_numpy(np.roll(self.said[at : at + len(rows)], -1, 1)), 512)
+            return argparse.Namespace(logits=logits)
+
+    model = Knows()
+    model.said = ids.copy()
+    right, count = probe.share(model, arrays, torch.device("cpu"))
+    assert right == 1.0 and count >= 4
+    model.said[numbers == 2] += 1
+    assert probe.share(model, arrays, torch.device("cpu")) == (pytest.approx(1 - 1 / count), count)
+    one = trainer(tmp_path, made, "anneal", steps=1, probe_seconds=1e9)
+    one.work()
+    lines = [json.loads(x) for x in (tmp_path / "probe.jsonl").read_text().splitlines()]
+    assert [x["attention"] for x in lines] == ["selected"] and {"who_has", "bindings", "picture"} < set(lines[0])
+
+
+def test_data_that_grows_is_taken_in(made, tmp_path):
+    pack(tmp_path, made / "tokenizer.json", {"compare": 1.0}, [128, 512], 1_600_000, workers=1, report=lambda _: None)
+    late = [f for f in tmp_path.glob("*.npz") if not f.name.endswith("-0000.npz")]
+    for file in late:
+        file.rename(file.with_suffix(".later"))
+    shards = Shards(tmp_path, 512, 0)
+    assert shards.grown() is shards
+    for file in late:
+        file.with_suffix(".later").rename(file)
+    assert shards.grown().per_epoch > 3 * shards.per_epoch
 
 
 def test_the_draft_stage_leaves_the_target_alone(trained):
