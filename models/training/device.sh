@@ -26,7 +26,7 @@ stage=$1 length=${2:-} limit=${3:-}
 root=$(cd "$(dirname "$0")/../.." && pwd)
 cd "$root"
 OUT=${OUT:-run/out} CARRY=${CARRY:-run/carry} CONFIG=${CONFIG:-tiny} SCALE=${SCALE:-1}
-FIRST=24 # parts, of half a million tokens: enough to begin with
+FIRST=15 # parts, of half a million tokens: enough to begin with
 run=run/$CONFIG data=run/data tokenizer=models/training/tokenizer.json
 mkdir -p "$OUT" $data
 if [ -d .whl ]; then

@@ -60,14 +60,16 @@ def share(model: TrainingModel, arrays: dict[str, np.ndarray], device: torch.dev
     """(share of answers that are right in every token, answers)."""
     numbers = answers(arrays["weights"], arrays["documents"])
     wrong, pictures = set(), pictures_of([arrays])
+    width = min(CONTEXT, -(-(int(np.flatnonzero(arrays["weights"].any(0))[-1]) + 1) // 128) * 128)  # no more padding than that
     step = max(1, TOKENS // CONTEXT)
     for at in range(0, len(numbers), step):
-        ids, documents = (torch.from_numpy(arrays[n][at : at + step].astype(np.int64)).to(device) for n in ("ids", "documents"))
+        parts = (arrays[name][at : at + step, :width].astype(np.int64) for name in ("ids", "documents"))
+        ids, documents = (torch.from_numpy(part).to(device) for part in parts)
         images = [image for row in range(at, min(at + step, len(numbers))) for image in decoded(pictures.get(row, ()))]
         seen = torch.from_numpy(np.stack(images)).to(device) if images else None
         best = model(ids, documents=documents, images=seen).logits[:, :-1].argmax(-1)
         missed = (best != ids[:, 1:]).cpu().numpy()
-        wrong |= set(np.unique(numbers[at : at + step, 1:][missed]).tolist())
+        wrong |= set(np.unique(numbers[at : at + step, 1:width][missed]).tolist())
     every = int(numbers.max())
     return 1 - len(wrong - {0}) / max(1, every), every
 
