@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from headrace.bus import Bus, Peers, gather, subjects
+from headrace.cli.shared_memory import folder_of
 from headrace.cli.state import Running, StateDir
-from headrace.cli.system import shm_dir
 
 START_BUDGET = 90.0  # seconds until the ready line; a first checkpoint and a loaded machine included
 PROMPT = " ".join(f"The {n}th bucket of the wheel takes its water and turns." for n in range(40))
@@ -310,4 +310,4 @@ def test_interrupt_drains_and_leaves_nothing(up):
     text = up.errors.read_text()
     assert "draining" in text
     assert "did not stop within" not in text
-    assert not shm_dir(up.state).exists()
+    assert not folder_of(up.state.path).exists()

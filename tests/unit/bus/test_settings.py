@@ -54,6 +54,17 @@ def test_what_is_wrong_is_named_with_its_source(argv, text):
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["decode: {max_num_seqs: 0}", "max_num_seqs: 0\ndecode: {max_num_seqs: 5}"])
+def test_a_wrong_value_is_refused_also_where_another_source_replaces_it(tmp_path, monkeypatch, text):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=f"{path}: max_num_seqs = 0: Expected `int` >= 1"):
+        load("--config", str(path), "--max-num-seqs", "4")
+    monkeypatch.setenv("HEADRACE_MAX_NUM_SEQS", "few")
+    with pytest.raises(SettingsError, match="HEADRACE_MAX_NUM_SEQS: max_num_seqs = 'few'"):
+        load("--max-num-seqs", "4")
+
+
 def test_an_unknown_name_in_the_own_section_is_refused_with_a_hint(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("decode: {max_num_sqs: 1}")

@@ -18,9 +18,9 @@ from headrace.cli.errors import CommandError
 from headrace.cli.main import COMMANDS, GROUPS, main
 from headrace.cli.nats_server import NatsServer
 from headrace.cli.passthrough import BENCHES
+from headrace.cli.shared_memory import folder_of
 from headrace.cli.state import Running, StateDir
 from headrace.cli.supervisor import Supervisor
-from headrace.cli.system import shm_dir
 
 RUNNING = Running(os.getpid(), "http://127.0.0.1:8000", "nats://127.0.0.1:4222", "headrace", "secret", "/model", "sim")
 
@@ -128,7 +128,7 @@ def test_second_system_in_one_state_directory_is_refused_by_name(tmp_path):
 def test_a_refused_second_system_leaves_the_memory_of_the_first_alone(tmp_path, capsys):
     first = StateDir(tmp_path)
     first.acquire()
-    memory = shm_dir(first)
+    memory = folder_of(first.path)
     memory.mkdir()
     try:
         assert main(["up", "--engine", "sim", "--port", "0", "--state-dir", str(tmp_path)]) == 1
@@ -147,7 +147,7 @@ def test_a_full_disk_is_one_sentence(tmp_path, capsys):
     argv = ["up", "--engine", "sim", "--port", "0", "--state-dir", str(tmp_path), "--model", str(tmp_path / "model")]
     assert main(argv) == 1
     assert f"cannot start from {tmp_path}: [Errno 28] No space left on device; " in capsys.readouterr().err
-    assert not shm_dir(StateDir(tmp_path)).exists()
+    assert not folder_of(tmp_path).exists()
 
 
 def test_what_cannot_be_shown_does_not_end_the_work(monkeypatch):

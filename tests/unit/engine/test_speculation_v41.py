@@ -5,6 +5,7 @@ blocks, windows, compressor tails, draft rings or n-gram history.
 The model is small and random, and its draft often agrees with it, so blocks are accepted, cut and rejected.
 """
 
+import json
 import random
 
 import pytest
@@ -193,3 +194,27 @@ def test_the_confidence_head_may_be_told_what_it_reads(checkpoint):
     assert head.normed
     engine(model, **ALL | {"confidence_normed": False})
     assert not head.normed
+
+
+def test_the_checkpoints_own_temperatures_are_used_unless_others_are_named(checkpoint, model, tmp_path):
+    block, own, other = model.draft_block, checkpoint / "calibration.json", tmp_path / "other.json"
+
+    def used(**config) -> tuple[list[float], str]:
+        options = engine(model, **ALL | config).speculator
+        stats = options.stats()
+        told = [stats[f"draft_temperature_used/position={place}"] for place in range(1, block + 1)]
+        assert told == list(options.options.temperatures)
+        return told, options.options.calibration
+
+    assert used() == ([1.0] * block, "none")
+    own.write_text(json.dumps({"temperatures": [1.5] * block}))
+    other.write_text(json.dumps({"temperatures": [0.5] * block}))
+    try:
+        assert used() == ([1.5] * block, str(own))
+        assert used(draft_calibration=str(other)) == ([0.5] * block, str(other))
+        assert used(draft_calibration="none") == ([1.0] * block, "none")
+        own.write_text(json.dumps({"temperatures": [1.5]}))
+        with pytest.raises(ValueError, match=f"{own} has 1 temperatures; this draft's block has {block} tokens; .*'none'"):
+            used()
+    finally:
+        own.unlink()

@@ -58,8 +58,10 @@ class Settings(msgspec.Struct, kw_only=True):
     @classmethod
     def load(cls, argv: Sequence[str] | None = None, role: str = "", description: str = "") -> Self:
         """Read all sources, check once. Raises SettingsError; --help and --print-config print and exit with 0."""
-        values, sources, flags = _collect(cls, sys.argv[1:] if argv is None else list(argv), role, description)
+        values, sources, layers, flags = _collect(cls, sys.argv[1:] if argv is None else list(argv), role, description)
         try:
+            for source, layer in layers:  # also what a later source replaces: it would count again when that is taken away
+                _checked(cls, layer, dict.fromkeys(layer, source))
             settings = _convert(cls, values, sources)
         except SettingsError:
             if flags.print_config:  # settings that lack something are those one wants to see
@@ -97,28 +99,33 @@ def _defaults(cls: type[Settings]) -> dict[str, Any]:
     return values
 
 
-def _collect(cls: type[Settings], argv: list[str], role: str, description: str) -> tuple[dict, dict[str, str], Any]:
+Layer = tuple[str, dict[str, Any]]  # a source as errors name it, and what it says
+
+
+def _collect(
+    cls: type[Settings], argv: list[str], role: str, description: str
+) -> tuple[dict[str, Any], dict[str, str], list[Layer], Any]:
+    """(values that hold, the source of each, all that every source says in rising precedence, flags)."""
     hints = typing.get_type_hints(cls, include_extras=True)
     flags = _parser(cls, hints, role, description).parse_args(argv)
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
     _warn_of_unknown_variables(hints)
 
     path = flags.config or os.environ.get(ENV_PREFIX + "CONFIG", "")
-    if path:
-        for name, value in _read_yaml(path, role, hints).items():
-            values[name], sources[name] = value, path
+    layers = [(path, section) for section in _read_yaml(path, role, hints)] if path else []
     for name in hints:
         variable = ENV_PREFIX + name.upper()
         if variable in os.environ:
-            values[name], sources[name] = _split(os.environ[variable], hints[name]), variable
+            layers.append((variable, {name: _split(os.environ[variable], hints[name])}))
     for name in hints:
         if hasattr(flags, name):
-            values[name], sources[name] = _split(getattr(flags, name), hints[name]), "--" + name.replace("_", "-")
-    return values, sources, flags
+            layers.append(("--" + name.replace("_", "-"), {name: _split(getattr(flags, name), hints[name])}))
+    values = {name: value for _, layer in layers for name, value in layer.items()}
+    sources = {name: source for source, layer in layers for name in layer}
+    return values, sources, layers, flags
 
 
-def _read_yaml(path: str, role: str, hints: dict[str, Any]) -> dict[str, Any]:
+def _read_yaml(path: str, role: str, hints: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the file says at its top and under the role's name, as far as this service has such settings."""
     try:
         loaded = yaml.safe_load(Path(path).read_text()) or {}
     except OSError as error:
@@ -136,7 +143,7 @@ def _read_yaml(path: str, role: str, hints: dict[str, Any]) -> dict[str, Any]:
         for name in section:
             if name not in known:
                 raise SettingsError(f"{path}: unknown setting `{name}` {where}{nearest(str(name), known)}")
-    return {k: v for k, v in {**shared, **own}.items() if k in hints}
+    return {k: v for k, v in shared.items() if k in hints}, own
 
 
 def _warn_of_unknown_variables(hints: dict[str, Any]) -> None:

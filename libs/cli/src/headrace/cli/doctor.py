@@ -25,7 +25,7 @@ from headrace.bus import Bus, Peers, StartError
 from headrace.bus.cores import usable_cores
 from headrace.bus.settings import ROLES
 from headrace.bus.testing import nats_server_path
-from headrace.cli import nats_server, state
+from headrace.cli import nats_server, shared_memory, state
 from headrace.cli.console import BOLD, GREEN, RED, paint
 from headrace.cli.errors import CommandError
 from headrace.cli.ports import holder, is_free
@@ -171,6 +171,7 @@ def nats_binary() -> Finding:
 
 
 def shm() -> Finding:
+    """Room for the pools; what a killed system left there is removed first."""
     folder = Path("/dev/shm")
     if not os.access(folder, os.W_OK):
         return Finding(
@@ -179,15 +180,17 @@ def shm() -> Finding:
             "missing or not writable",
             "set HEADRACE_SHM_DIR to another tmpfs, or HEADRACE_TRANSPORTS=tcp",
         )
+    cleared = shared_memory.clear_dead()
+    freed = "".join(f"; removed {path}, {size(held)} that a killed system had left" for path, held in cleared)
     free = shutil.disk_usage(folder).free
     if free < SHM_WANTED:
         return Finding(
             "/dev/shm",
             "problem",
-            f"{size(free)} free; the default pools want about {size(SHM_WANTED)}",
+            f"{size(free)} free; the default pools want about {size(SHM_WANTED)}{freed}",
             "mount -o remount,size=2g /dev/shm (docker: --shm-size=2g), or make the pools smaller",
         )
-    return Finding("/dev/shm", "ok", f"{size(free)} free")
+    return Finding("/dev/shm", "ok", f"{size(free)} free{freed}")
 
 
 def memory() -> Finding:

@@ -51,11 +51,6 @@ class StateDir:
         self._nats_url = self.path / "nats.url"
         self._lock = None
 
-    @property
-    def held(self) -> bool:
-        """Whether this object is the one system that runs from here."""
-        return self._lock is not None
-
     def acquire(self) -> None:
         """Become the one system that runs from here, and start with empty logs. Raises CommandError when another does."""
         try:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
-import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ import aiohttp
 
 from headrace.bus import Bus, Peers
 from headrace.bus.cores import usable_cores
-from headrace.cli import checkpoint
+from headrace.cli import checkpoint, shared_memory
 from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
 from headrace.cli.nats_server import NatsServer
@@ -57,11 +55,6 @@ class Options:
     config: Path | None = None  # settings file for every service
 
 
-def shm_dir(state: StateDir) -> Path:
-    """Folder for the memory of a system. One per state directory: the next start removes what a killed system left there."""
-    return Path("/dev/shm") / f"headrace-{hashlib.blake2b(str(state.path).encode(), digest_size=6).hexdigest()}"
-
-
 class System:
     """Processes of one system. `await start()`, use it, `await stop()`; both may be interrupted by an exception of `failed`."""
 
@@ -79,7 +72,8 @@ class System:
         self.ready = False
         self._failure = ""
         self._failed = asyncio.Event()
-        self.shm_dir = shm_dir(state)
+        self.shm_dir = shared_memory.folder_of(state.path)
+        self._memory: shared_memory.Claim | None = None
 
     @property
     def random_words(self) -> bool:
@@ -108,8 +102,9 @@ class System:
         if not self.model and self.options.engine != "sim":  # sim needs none, and the gateway brings a tokenizer
             preset = self.options.preset or checkpoint.PRESETS[0]
             self.model = await checkpoint.random_checkpoint(self.state.checkpoints, preset, self.console)
-        shutil.rmtree(self.shm_dir, ignore_errors=True)
-        self.shm_dir.mkdir(mode=0o700)
+        for folder, held in shared_memory.clear_dead():
+            self.console.say(f"removed {folder}, {held >> 20} MiB that a killed system had left")
+        self._memory = shared_memory.Claim(self.shm_dir)
         self.nats = NatsServer(self.state.path, self.state.logs / "nats.log")
         await self.supervisor.start(self.nats.child)
         await self._unless_failed(self.nats.ready())
@@ -147,8 +142,9 @@ class System:
             self.nats.forget()
             self.nats = None
         self.console.clear()
-        if self.state.held:  # else the memory is that of the system that does run from here
-            shutil.rmtree(self.shm_dir, ignore_errors=True)
+        if self._memory:
+            self._memory.release()
+            self._memory = None
         self.state.release()
 
     def kill(self) -> None:

@@ -68,7 +68,8 @@ def add_size(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=("v41", "sim"),
         default="v41",
-        help="v41 computes; sim only keeps the time and makes words up (default: v41)",
+        help="v41 computes, checkpoints of every family (V4.1, V4, MLA) and not only of the one that it is named after; "
+        "sim only keeps the time and makes words up (default: v41)",
     )
     parser.add_argument("--prefill", type=count, default=1, metavar="N", help="prefill workers (default: 1)")
     parser.add_argument("--decode", type=count, default=1, metavar="N", help="decode workers (default: 1)")

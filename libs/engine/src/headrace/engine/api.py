@@ -45,7 +45,9 @@ class EngineConfig:
     speculative: str = "off"  # "dspark": the checkpoint's draft proposes tokens, which later steps verify
     acceptance: str = "exact"  # "exact": the same tokens as without drafts; "standard": the same distribution
     draft_budget: int | None = None  # drafts that a step verifies at most; None: as many as pay by the measured step times
-    draft_calibration: str = ""  # file of the confidence head's temperatures: {"temperatures": [one a draft position]}
+    # File of the confidence head's temperatures, {"temperatures": [one a draft position]}; "none": all 1; "auto":
+    # calibration.json in the checkpoint's folder, where it has one.
+    draft_calibration: str = "auto"
     confidence_normed: bool | None = None  # the confidence head reads the normed hidden vector; None: as config.json says
     async_scheduling: bool = True  # a step may be planned while the one before it runs
     rollback_gate: float = 0.3  # a sequence with a larger share of rejected drafts in 3 steps running pauses; 1: never

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -80,6 +81,7 @@ class DraftingModel(Model, Protocol):
     """A family whose checkpoints may bring a draft."""
 
     draft_block: int  # tokens that a draft step proposes; 0: this checkpoint has no draft
+    folder: Path | None = None  # of the checkpoint, set by whoever loads it
 
     def draft(
         self, slots: Sequence[int], anchors: Sequence[int], positions: Sequence[int], states: StatePool, choose: Choose

@@ -72,7 +72,10 @@ def _arguments() -> argparse.ArgumentParser:
         "--prompts", metavar="FILE",
         help="with --speculation and --model: serve these (one JSON string or list of ids a line) by each way",
     )  # fmt: skip
-    parser.add_argument("--calibration", default="", metavar="FILE", help="with --speculation: the draft's temperatures")
+    parser.add_argument(
+        "--calibration", default="auto", metavar="FILE",
+        help="with --speculation: the draft's temperatures; none: all 1 (default auto: calibration.json of the checkpoint)",
+    )  # fmt: skip
     parser.add_argument("--fit", metavar="FILE", help="with --prompts: write temperatures that fit what was served here")
     parser.add_argument("--spread", type=float, default=0.2, help="with --profile: probabilities differ by up to so much")
     parser.add_argument("--seconds", type=float, default=4.0, help="with --speculation: for each way and batch (default 4)")

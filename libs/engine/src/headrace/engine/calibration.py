@@ -32,7 +32,7 @@ class Calibration:
             self.stood[place][at] += place < accepted
 
     def temperatures(self) -> list[float]:
-        """One a position, for `EngineConfig.draft_calibration`."""
+        """One a position, for a file that `EngineConfig.draft_calibration` names."""
         out: list[float] = []
         for seen, stood in zip(self.seen, self.stood, strict=True):
             out.append(_fit(seen, stood) if sum(seen) >= LEAST else out[-1] if out else 1.0)

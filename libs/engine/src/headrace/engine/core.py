@@ -29,7 +29,7 @@ from .scheduler import Scheduler
 from .sequence import Plan, Result
 from .sequence import Sequence as OneOutput
 from .snapshots import HEADER_BYTES, Snapshot
-from .speculation import Costs, Options, Speculator, StepCurve, read_temperatures
+from .speculation import Costs, Options, Speculator, StepCurve, calibration_file, read_temperatures
 from .stepcurve import measure
 
 __all__ = ["EngineCore"]
@@ -288,11 +288,12 @@ def _speculator(config: api.EngineConfig, runner: Runner) -> Speculator | None:
     block = getattr(model, "draft_block", 0)
     if not block:
         raise ValueError(f"speculative is {config.speculative!r}, but this checkpoint has no draft; set it to 'off'")
-    temperatures = read_temperatures(config.draft_calibration, block) if config.draft_calibration else ()
+    file = calibration_file(config.draft_calibration, getattr(model, "folder", None))
+    temperatures = read_temperatures(file, block) if file else ()
     if config.confidence_normed is not None:
         model.set_confidence_normed(config.confidence_normed)
     exact = config.acceptance == "exact"
-    options = Options(block, config.draft_budget, temperatures, config.rollback_gate, exact)
+    options = Options(block, config.draft_budget, temperatures, config.rollback_gate, exact, str(file or "none"))
     if config.draft_budget is not None:
         return Speculator(options)
     forward, draft = measure(runner, config.max_num_seqs, config.max_num_batched_tokens, block)

@@ -52,7 +52,7 @@ def load_model(
     checkpoint = Checkpoint(path)
     options = LoadOptions(kv_store, numerics, batch_invariant, device, keep_rows, dtype)
     model = models.module(config.family, "loader").load(checkpoint, config, options)
-    model.checkpoint_digest = checkpoint.digest()
+    model.checkpoint_digest, model.folder = checkpoint.digest(), Path(path)
     # Weights decide what cached bytes mean, too: with the digest in the layout id no block hash, state or store entry of one
     # checkpoint can answer for another.
     model.spec = replace(model.spec, layout_id=f"{model.spec.layout_id}-{model.checkpoint_digest[:16]}")

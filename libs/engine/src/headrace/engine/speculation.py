@@ -78,6 +78,17 @@ def survival_of(confidence: Sequence[float], temperatures: Sequence[float]) -> l
     return list(accumulate(single, mul))
 
 
+CALIBRATION = "calibration.json"  # beside a checkpoint's weights
+
+
+def calibration_file(choice: str, folder: Path | None) -> Path | None:
+    """The file that `EngineConfig.draft_calibration` stands for. `folder`: the checkpoint's, None where there is none."""
+    if choice != "auto":
+        return None if choice in ("", "none") else Path(choice)
+    found = folder / CALIBRATION if folder else None
+    return found if found and found.is_file() else None
+
+
 def read_temperatures(path: str | Path, block: int) -> list[float]:
     """The table {"temperatures": [one a draft position], ...} of a calibration. ValueError names what is wrong."""
     try:
@@ -88,7 +99,8 @@ def read_temperatures(path: str | Path, block: int) -> list[float]:
     if not isinstance(values, list) or not all(isinstance(v, (int, float)) and 0 < v < math.inf for v in values):
         raise ValueError(f'draft_calibration {path} must be {{"temperatures": [positive numbers]}}; got {values!r}')
     if len(values) != block:
-        raise ValueError(f"draft_calibration {path} has {len(values)} temperatures; this draft's block has {block} tokens")
+        raise ValueError(f"draft_calibration {path} has {len(values)} temperatures; this draft's block has {block} tokens; fit "
+                         "them anew, or go without: draft_calibration 'none'")  # fmt: skip
     return [float(v) for v in values]
 
 
@@ -187,6 +199,7 @@ class Options:
     temperatures: Sequence[float] = ()  # of sequential calibration, one a position; none: 1
     gate: float = 0.3  # a step that rejects more of a sequence's drafts than this is a bad one
     exact: bool = False  # acceptance that gives the same tokens however many are verified: then a choice can bend nothing
+    calibration: str = "none"  # the file that the temperatures are of
 
 
 @dataclass(slots=True)
@@ -361,6 +374,7 @@ class Speculator:
         if self.windows >= 1.2 * self._fitted_at:  # each takes some milliseconds
             self._fitted_at, self._fitted = self.windows, self.calibration.temperatures()
         out: dict[str, float] = {f"draft_temperature/position={i}": t for i, t in enumerate(self._fitted, 1)}
+        out |= {f"draft_temperature_used/position={i}": t for i, t in enumerate(self.options.temperatures, 1)}
         out |= {
             "draft_windows": self.windows,
             "draft_window_tokens": self.tokens,

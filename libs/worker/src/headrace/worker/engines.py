@@ -117,6 +117,9 @@ def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine
             log.warning("structured output will be refused", why=str(error))
     kv_buffer = register("kv", model.spec.block_bytes * settings.num_blocks)
     engine = EngineCore(model, config, kv_buffer=kv_buffer, grammars=grammars)
+    if drafts := engine.speculator:
+        log.info("drafts", acceptance=settings.acceptance, calibration=drafts.options.calibration,
+                 temperatures=list(drafts.options.temperatures))  # fmt: skip
     started = time.monotonic()
     log.info("warming up")
     _warm_up(engine)

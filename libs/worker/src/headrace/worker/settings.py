@@ -15,7 +15,7 @@ from headrace.bus.cores import usable_cores
 class WorkerSettings(Settings):
     """Sizes are per instance."""
 
-    engine: Annotated[Literal["v41", "sim"], Meta(description="v41: the real one; sim: a timing model without arithmetic")] = (
+    engine: Annotated[Literal["v41", "sim"], Meta(description="v41: computes, any family; sim: a timing model only")] = (
         "v41"
     )
     model: Annotated[str, Meta(description="folder of the checkpoint (engine v41)")] = ""
@@ -48,8 +48,10 @@ class WorkerSettings(Settings):
         int, Meta(ge=-1, description="drafts that a step verifies at most; -1: as many as pay by the measured step times")
     ] = -1
     draft_calibration: Annotated[
-        str, Meta(description='file of temperatures of the draft: {"temperatures": [...]}; none: 1')
-    ] = ""
+        str,
+        Meta(description='file of temperatures of the draft, {"temperatures": [...]}; none: all 1; auto: the checkpoint\'s '
+             "calibration.json, where it has one"),
+    ] = "auto"  # fmt: skip
     confidence_head: Annotated[
         Literal["config", "raw", "normed"], Meta(description="the hidden vector it reads; config: what config.json says")
     ] = "config"
@@ -104,7 +106,8 @@ class WorkerSettings(Settings):
             self.model = self.model_path
         if self.engine == "v41" and not self.model:
             raise ValueError(
-                "engine v41 needs a checkpoint: --model FOLDER (`headrace make-checkpoint` writes one), or use --engine sim"
+                "engine v41 needs a checkpoint (of any family): --model FOLDER (`headrace make-checkpoint` writes one), or use "
+                "--engine sim"
             )
         if self.kv_transfer_protocol:
             if self.kv_transfer_protocol not in ("shm", "tcp"):
