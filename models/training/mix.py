@@ -26,7 +26,7 @@ ANNEAL = {
     "fractions": 1.5, "capital": 1, "element": 0.5, "table": 1, "why": 1.5, "small_talk": 1.5, "declined": 1, "system": 1,
     "remembered": 1.5, "lists": 1, "tool": 14, "tool_parallel": 4, "tool_none": 7, "tool_result": 4, "tool_second": 3,
     "json": 2, "json_list": 1, "repeat": 3, "spelling": 1, "picture": 6,
-    "bindings": 22, "pairs": 11, "needle": 17, "short_needle": 9, "who_has": 7,  # three eighths: names are bound to things
+    "bindings": 24, "pairs": 14, "needle": 17, "short_needle": 9, "who_has": 7,  # three eighths: names are bound to things
 }  # fmt: skip
 # A model of a few million parameters that trains on a CPU: stories, small sums, simple calls, short talk.
 NARROW = {

@@ -234,7 +234,7 @@ def pairs(rng: random.Random) -> Sample:
         parts = [end.join(f"{fact.name}{sign}{fact.value}" for fact in some) for some in (facts, again)]
         text = "\n\n".join(parts)
     else:
-        told = _text(rng, facts, min(characters, 3000))
+        told = _text(rng, facts, rng.choice((0, 0, min(characters, 1200))))  # far context is the business of `bindings`
         if shape == 1:
             behind = rng.choice((" ", "\n")).join(fact.said(rng) for fact in again)
         else:
