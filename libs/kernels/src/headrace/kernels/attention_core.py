@@ -201,13 +201,13 @@ def attend(
     # work. Without it the weights need no shared memory, which a long tile of wide keys may need more.
     if SPREAD:
         if scale > 0:
-            new_top, total, decay, weight = _weigh(score, visible, top, total)
-        else:
+            new_top, total, decay, weight = weigh(tl.where(visible, score, float("-inf")), top, total)
+        else:  # not constants: the weights of both branches would then be kept in shared memory
             new_top = top
             decay = tl.full([M], 1.0, tl.float32)
-            weight = tl.zeros([M, N], tl.bfloat16)
+            weight = score.to(tl.bfloat16)
     else:
-        new_top, total, decay, weight = _weigh(score, visible, top, total)
+        new_top, total, decay, weight = weigh(tl.where(visible, score, float("-inf")), top, total)
     acc = dot(weight, k, acc * decay[:, None])
     if FORM == 2:
         acc_tail = dot(weight, rope, acc_tail * decay[:, None])
@@ -215,13 +215,36 @@ def attend(
 
 
 @triton.jit
-def _weigh(score, visible, top, total):
-    """Online softmax of scores [M, N]: (new maximum, new denominator, decay of what was summed, weights bf16)."""
-    score = tl.where(visible, score, float("-inf"))
+def weigh(score, top, total):
+    """Online softmax of scores [M, N]: (new maximum, new denominator, decay of what was summed, weights bf16).
+
+    A total [M, N] is summed element by element, so that groups of warps that share rows meet for it only once, at the end.
+    """
     new_top = tl.maximum(top, tl.max(score, 1))
     decay = tl.exp2(top - new_top)
     weight = tl.exp2(score - new_top[:, None])
-    return new_top, total * decay + tl.sum(weight, 1), decay, weight.to(tl.bfloat16)
+    if len(total.shape) == 2:
+        total = total * decay[:, None] + weight
+    else:
+        total = total * decay + tl.sum(weight, 1)
+    return new_top, total, decay, weight.to(tl.bfloat16)
+
+
+@triton.jit
+def no_total(M: tl.constexpr, N: tl.constexpr, SPREAD: tl.constexpr):
+    """The denominators of M rows before the first tile of N keys: [M], or [M, N] (see `weigh`) with SPREAD 2."""
+    if SPREAD == 2:
+        return tl.zeros([M, N], tl.float32)
+    else:
+        return tl.zeros([M], tl.float32)
+
+
+@triton.jit
+def whole_total(total):
+    if len(total.shape) == 2:
+        return tl.sum(total, 1)
+    else:
+        return total
 
 
 @triton.jit

@@ -14,7 +14,17 @@ import torch
 
 from headrace.kernels import tuning
 from headrace.kernels._triton import cdiv, next_power_of_2, processor_count, tl, triton
-from headrace.kernels.attention_core import LOG2E, NO_SCORE_, attend, load_keys, load_queries, rotate_back, store_values
+from headrace.kernels.attention_core import (
+    LOG2E,
+    NO_SCORE_,
+    attend,
+    load_keys,
+    load_queries,
+    no_total,
+    rotate_back,
+    store_values,
+    whole_total,
+)
 from headrace.kernels.kv_layouts import LAYOUT_IDS, PagedKV
 from headrace.kernels.rope import rope_reference
 
@@ -163,7 +173,7 @@ def _sparse_attention_kernel(
     sin_ptr += row * 32
     q, q_tail = load_queries(q_ptr, row * heads + head, live, D)
     top = tl.full([BLOCK_H], NO_SCORE_, tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
+    total = no_total(BLOCK_H, BLOCK_N, SPREAD)
     acc = tl.zeros([BLOCK_H, 512], tl.float32)
     acc_tail = tl.zeros([BLOCK_H, 64], tl.float32)
     first_tiles = tl.cdiv(n, BLOCK_N)
@@ -187,6 +197,7 @@ def _sparse_attention_kernel(
             visible = (index >= 0)[None, :]
             top, total, acc, acc_tail = attend(q, q_tail, top, total, acc, acc_tail, k, rope, visible, scale, FORM, SPREAD)
 
+    total = whole_total(total)
     lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
     denominator = total
     at = row * heads + head

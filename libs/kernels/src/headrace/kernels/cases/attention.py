@@ -19,6 +19,9 @@ def cases() -> Iterator[Case]:
             yield sparse("full", window, extra, 37, 64, 128, 500 if extra else 0, rope, invariant)
     yield sparse("small", "bf16", None, 2, 16, 17, 0, False, True)
     yield sparse("small", "window_fp8", "main_fp4", 0, 16, 8, 8, True, False)
+    yield sparse("small", "bf16", None, 3, 20, 40, 0, False, False, dim=576)
+    yield sparse("full", "bf16", None, 37, 64, 500, 0, False, False)
+    yield sparse("full", "bf16", None, 37, 128, 500, 0, False, False, dim=576)
     yield sparse("full", "v32_fp8", None, 5, 128, 2048, 0, False, False)
     for b in (2, 64, 128):
         yield sparse("full", "v32_fp8", None, b * 2, 128, 2048, 0, False, False, timed=True, queries=2)
