@@ -2,10 +2,12 @@
 
 A is e4m3 with an fp32 scale per row and 128 columns; B is e4m3 with a scale per 128x128 block. Each 128-wide slice of K
 is summed by the matrix unit, then scaled into an fp32 accumulator: the matrix unit alone keeps too few bits over long
-sums. Two launch forms of the same arithmetic:
+sums. Three launch forms of the same arithmetic:
   wide    tiles of rows x columns, for many rows
-  narrow  B is the left operand, so a few rows fill a 16-wide tile instead of wasting a 64-row one; K may be split over
-          programs, whose parts the last one to arrive adds in split order, so that repeated runs are bit-equal
+  tailed  a wide tile and a narrower one at its right, whose product runs while the partial sum of the first is scaled; else
+          the matrix unit would wait for every scaling, unless other programs of the processor keep it busy
+  narrow  B may be the left operand, so that a few rows fill a 16-wide tile instead of wasting a 64-row one; K may be split
+          over programs, whose parts the last one to arrive adds in split order, so that repeated runs are bit-equal
 Grouped products (mixture of experts) take B [G, n, k] and rows in one of two layouts:
   contiguous  rows of all groups in one list, each group's segment beginning at a multiple of 128; `group_of_row` names
               each row's group, -1 for padding, whose output is not written
@@ -103,13 +105,22 @@ def _launch(a, a_scale, b, b_scale, group_of_row, counts, batch_invariant, out, 
     shared = {"K": k, "MODE": mode, "BLOCK_M": bm, "BLOCK_N": bn, "STAGES": config["STAGES"], "num_warps": config["num_warps"]}
     grid_m = row_tiles * (groups if masked else 1)
     left = TensorDescriptor.from_tensor(a, [bm, BLOCK])
-    if config["NARROW"]:
-        splits = _splits(grid_m * column_tiles, k // BLOCK, config["WAVES"]) if not batch_invariant and mode == 0 else 1
+    if config["FORM"] == "narrow":
+        turns = cdiv(k // BLOCK, 1 + config["PAIR"])
+        splits = _splits(grid_m * column_tiles, turns, config["WAVES"]) if not batch_invariant and mode == 0 else 1
         partial, counter = workspace(a.device, *((splits * rows * n, grid_m * column_tiles) if splits > 1 else (1, 1)))
         right = TensorDescriptor.from_tensor(b.view(groups * n, k), [bn, BLOCK])
-        _narrow_kernel[(column_tiles, grid_m, splits)](
+        _narrow_kernel[(grid_m * column_tiles, splits)](
             left, right, a_scale, b_scale, index, out, partial, counter, m, rows, n,
-            a_scale.stride(0), a_scale.stride(1), SPLIT=splits > 1, **shared,
+            a_scale.stride(0), a_scale.stride(1), SPLIT=splits > 1, PAIR=config["PAIR"], ROWS_LEFT=config["ROWS_LEFT"],
+            GROUP_M=config["GROUP_M"], **shared,
+        )  # fmt: skip
+        return out
+    if config["FORM"] == "tailed":
+        right, tail = (TensorDescriptor.from_tensor(b.view(groups * n, k), [width, BLOCK]) for width in (bn, config["TAIL"]))
+        _tailed_kernel[(grid_m * cdiv(n, bn + config["TAIL"]),)](
+            left, right, tail, a_scale, b_scale, index, out, m, n, row_tiles, a_scale.stride(0), a_scale.stride(1),
+            TAIL=config["TAIL"], GROUP_M=config["GROUP_M"], **shared,
         )  # fmt: skip
         return out
     halves = config["HALVES"]
@@ -122,7 +133,7 @@ def _launch(a, a_scale, b, b_scale, group_of_row, counts, batch_invariant, out, 
 
 
 def _splits(programs: int, steps: int, waves: int) -> int:
-    """Parts of K that give about `waves` programs per processor, each at least two steps long and all non-empty."""
+    """Parts of K that give about `waves` programs per processor, each at least two turns long and all non-empty."""
     splits = max(1, min(waves * processor_count() // programs, steps // 2))
     return cdiv(steps, cdiv(steps, splits))
 
@@ -152,6 +163,18 @@ def _tile_rows(index_ptr, tile, m, row_tiles, MODE: tl.constexpr, BLOCK_M: tl.co
 
 
 @triton.jit
+def _place(column_tiles, GROUP_M: tl.constexpr):
+    """(row tile, column tile) of this program. Blocks of GROUP_M row tiles walk all column tiles, so that both operands stay
+    in the L2 cache."""
+    pid = tl.program_id(0)
+    row_tiles = tl.num_programs(0) // column_tiles
+    per_group = GROUP_M * column_tiles
+    first_row_tile = (pid // per_group) * GROUP_M
+    height = tl.minimum(row_tiles - first_row_tile, GROUP_M)
+    return first_row_tile + (pid % per_group) % height, (pid % per_group) // height
+
+
+@triton.jit
 def _wide_kernel(
     a_desc, b_desc, a_scale_ptr, b_scale_ptr, index_ptr, out_ptr, m, n, row_tiles, stride_am, stride_ak,
     K: tl.constexpr, MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr,
@@ -160,14 +183,8 @@ def _wide_kernel(
     STEPS: tl.constexpr = K // 128
     HALF: tl.constexpr = BLOCK_N // HALVES
     column_tiles = tl.cdiv(n, BLOCK_N)
-    # Blocks of GROUP_M row tiles walk all column tiles, so that both operands stay in the L2 cache.
-    pid = tl.program_id(0)
-    all_row_tiles = tl.num_programs(0) // column_tiles
-    per_group = GROUP_M * column_tiles
-    first_row_tile = (pid // per_group) * GROUP_M
-    height = tl.minimum(all_row_tiles - first_row_tile, GROUP_M)
-    tile = first_row_tile + (pid % per_group) % height
-    column = ((pid % per_group) // height) * BLOCK_N
+    tile, column = _place(column_tiles, GROUP_M)
+    column *= BLOCK_N
     group, first, row, live = _tile_rows(index_ptr, tile, m, row_tiles, MODE, BLOCK_M)
     if group < 0:
         return
@@ -197,44 +214,144 @@ def _wide_kernel(
 
 
 @triton.jit
+def _tailed_kernel(
+    a_desc, b_desc, tail_desc, a_scale_ptr, b_scale_ptr, index_ptr, out_ptr, m, n, row_tiles, stride_am, stride_ak,
+    K: tl.constexpr, MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    GROUP_M: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Columns: BLOCK_N, then TAIL, multiples of 64. The tail's product of a step is carried to the next one: the compiler
+    waits for all products in flight right after a product that the same turn uses, so the order here is
+
+        product | wait | scale the tail of the step before | start the tail's product | scale the product
+
+    and only the scaling of the narrow tail leaves the matrix unit idle. Any use of `late` after its new product has started
+    would need a copy of registers that the unit still writes, and ptxas then makes all products wait for each other (C7514).
+    """
+    STEPS: tl.constexpr = K // 128
+    column_tiles = tl.cdiv(n, BLOCK_N + TAIL)
+    tile, column = _place(column_tiles, GROUP_M)
+    column *= BLOCK_N + TAIL
+    group, first, row, live = _tile_rows(index_ptr, tile, m, row_tiles, MODE, BLOCK_M)
+    if group < 0:
+        return
+    b_row = group * n + column
+    scale_rows = tl.cdiv(n, 128)
+    a_scale_row = a_scale_ptr + row.to(tl.int64) * stride_am
+    b_scale_group = b_scale_ptr + group * scale_rows * STEPS
+    b_scale_0 = b_scale_group + tl.minimum(column // 128, scale_rows - 1) * STEPS
+    b_scale_64 = b_scale_group + tl.minimum((column + 64) // 128, scale_rows - 1) * STEPS
+    b_scale_tail = b_scale_group + tl.minimum((column + BLOCK_N) // 128, scale_rows - 1) * STEPS
+    right = (tl.arange(0, BLOCK_N) >= 64)[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc_tail = tl.zeros([BLOCK_M, TAIL], tl.float32)
+    late = tl.zeros([BLOCK_M, TAIL], tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        before = tl.maximum(step - 1, 0)
+        late_scale = tl.load(a_scale_row + before * stride_ak, mask=live, other=0.0) * tl.load(b_scale_tail + before)
+        a_scale = tl.load(a_scale_row + step * stride_ak, mask=live, other=0.0)
+        a = a_desc.load([first, step * 128])
+        b = b_desc.load([b_row, step * 128])
+        b_tail = tail_desc.load([b_row + BLOCK_N, step * 128])
+        part = dot(a, b.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+        acc_tail += late * late_scale[:, None]
+        late = dot(a, b_tail.T, tl.zeros([BLOCK_M, TAIL], tl.float32))
+        scale = (a_scale * tl.load(b_scale_0 + step))[:, None]
+        scale_64 = (a_scale * tl.load(b_scale_64 + step))[:, None]
+        acc += part * tl.where(right, scale_64, scale)
+    last = STEPS - 1
+    late_scale = tl.load(a_scale_row + last * stride_ak, mask=live, other=0.0) * tl.load(b_scale_tail + last)
+    acc_tail += late * late_scale[:, None]
+    columns = column + tl.arange(0, BLOCK_N)
+    out_row = out_ptr + row.to(tl.int64)[:, None] * n
+    tl.store(out_row + columns[None, :], acc.to(tl.bfloat16), mask=live[:, None] & (columns < n)[None, :])
+    columns = column + BLOCK_N + tl.arange(0, TAIL)
+    tl.store(out_row + columns[None, :], acc_tail.to(tl.bfloat16), mask=live[:, None] & (columns < n)[None, :])
+
+
+@triton.jit
 def _narrow_kernel(
     a_desc, b_desc, a_scale_ptr, b_scale_ptr, index_ptr, out_ptr, partial_ptr, counter_ptr, m, rows, n,
     stride_am, stride_ak,
-    K: tl.constexpr, MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT: tl.constexpr,
+    K: tl.constexpr, MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS_LEFT: tl.constexpr,
+    GROUP_M: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
+    """PAIR: two steps a turn, the second as the tail of _tailed_kernel; past the last step its operands are zero."""
     STEPS: tl.constexpr = K // 128
-    column = tl.program_id(0) * BLOCK_N
-    tile = tl.program_id(1)
+    TURN: tl.constexpr = 2 if PAIR else 1
+    column_tiles = tl.cdiv(n, BLOCK_N)
+    tile, column_tile = _place(column_tiles, GROUP_M)
+    column = column_tile * BLOCK_N
     group, first, row, live = _tile_rows(index_ptr, tile, m, tl.cdiv(m, BLOCK_M), MODE, BLOCK_M)
     if group < 0:
         return
-    split = tl.program_id(2)
-    splits = tl.num_programs(2)
-    per_split = tl.cdiv(STEPS, splits)
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    per_split = tl.cdiv(tl.cdiv(STEPS, TURN), splits) * TURN
+    begin, end = split * per_split, tl.minimum((split + 1) * per_split, STEPS)
     b_row = group * n + column
     a_scale_row = a_scale_ptr + row.to(tl.int64) * stride_am
     b_scale_row = b_scale_ptr + (group * tl.cdiv(n, 128) + column // 128) * STEPS
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for step in tl.range(split * per_split, tl.minimum((split + 1) * per_split, STEPS), num_stages=STAGES):
+    acc = _zeros(ROWS_LEFT, BLOCK_M, BLOCK_N)
+    late = _zeros(ROWS_LEFT, BLOCK_M, BLOCK_N)
+    for step in tl.range(begin, end, TURN, num_stages=STAGES):
         b = b_desc.load([b_row, step * 128])
         a = a_desc.load([first, step * 128])
         scale = tl.load(a_scale_row + step * stride_ak, mask=live, other=0.0) * tl.load(b_scale_row + step)
-        part = dot(b, a.T, tl.zeros([BLOCK_N, BLOCK_M], tl.float32))
-        acc += part * scale[None, :]
+        if PAIR:
+            b_late = b_desc.load([b_row, step * 128 + 128])
+            a_late = a_desc.load([first, step * 128 + 128])
+            before = tl.maximum(step - 1, begin)
+            late_scale = tl.load(a_scale_row + before * stride_ak, mask=live, other=0.0) * tl.load(b_scale_row + before)
+        part = _product(a, b, ROWS_LEFT)
+        if PAIR:
+            if step > begin:  # a block of its own: else the compiler moves these sums behind the next product
+                acc += late * _per_row(late_scale, ROWS_LEFT)
+            late = _product(a_late, b_late, ROWS_LEFT)
+        acc += part * _per_row(scale, ROWS_LEFT)
+    if PAIR:
+        last = end - 1
+        late_scale = tl.load(a_scale_row + last * stride_ak, mask=live, other=0.0) * tl.load(b_scale_row + last)
+        acc += late * _per_row(late_scale, ROWS_LEFT)
     columns = column + tl.arange(0, BLOCK_N)
-    at = row.to(tl.int64)[None, :] * n + columns[:, None]
-    mask = live[None, :] & (columns < n)[:, None]
+    if ROWS_LEFT:
+        at = row.to(tl.int64)[:, None] * n + columns[None, :]
+        mask = live[:, None] & (columns < n)[None, :]
+    else:
+        at = row.to(tl.int64)[None, :] * n + columns[:, None]
+        mask = live[None, :] & (columns < n)[:, None]
     if SPLIT:
         tl.store(partial_ptr + split.to(tl.int64) * rows * n + at, acc, mask=mask)
         tl.debug_barrier()  # every thread's part is written before this program says so
-        slot = counter_ptr + tile * tl.num_programs(0) + tl.program_id(0)
+        slot = counter_ptr + tile * column_tiles + column_tile
         if tl.atomic_add(slot, 1, sem="acq_rel") != splits - 1:
             return
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc = _zeros(ROWS_LEFT, BLOCK_M, BLOCK_N)
         part_at = partial_ptr + at
         for _ in range(splits):
             acc += tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg")
             part_at += rows * n
         tl.store(slot, 0)
     tl.store(out_ptr + at, acc.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _product(a, b, ROWS_LEFT: tl.constexpr):
+    """a [M, 128], b [N, 128] -> a b^T [M, N], or, with the weight on the left, b a^T [N, M]."""
+    if ROWS_LEFT:
+        return dot(a, b.T, _zeros(ROWS_LEFT, a.shape[0], b.shape[0]))
+    else:
+        return dot(b, a.T, _zeros(ROWS_LEFT, a.shape[0], b.shape[0]))
+
+
+@triton.jit
+def _zeros(ROWS_LEFT: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    return tl.zeros([M, N] if ROWS_LEFT else [N, M], tl.float32)
+
+
+@triton.jit
+def _per_row(scale, ROWS_LEFT: tl.constexpr):
+    """Scales of rows [M], to multiply with a product of `_product`."""
+    if ROWS_LEFT:
+        return scale[:, None]
+    else:
+        return scale[None, :]

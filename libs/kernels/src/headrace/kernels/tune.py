@@ -2,7 +2,7 @@
 
 For each timed case it times every candidate of its operation's grid beside what `tuning` has now, compares outputs, and
 prints a table, best first; then it runs the check cases of those operations under every candidate. What is worth keeping
-goes by hand into `tuning`, whose tables are what runs. --warm compiles first, in several processes.
+goes by hand into `tuning`, whose tables are what runs (FP8 products: `tune_gemm`). --warm compiles first, in several processes.
 """
 
 import argparse
@@ -73,29 +73,6 @@ def candidates(case: Case) -> tuple[str, list[dict]] | None:
         )
     if case.op == "mla_prefill":
         return "mla_prefill", grid(BLOCK_M=(128,), BLOCK_N=(64, 128), STAGES=(2, 3), num_warps=(4, 8))
-    if case.op.startswith(("gemm_fp8", "grouped_gemm_fp8")):
-        narrow = case.ceiling == "copy"
-        if not narrow:
-            tiles = [(128, 128, 2, 4), (128, 128, 1, 8), (64, 128, 1, 4), (64, 256, 2, 4), (128, 64, 1, 4)]
-            return "gemm_fp8", [
-                {"NARROW": 0, "BLOCK_M": m, "BLOCK_N": n, "HALVES": h, "num_warps": w, "GROUP_M": g, "STAGES": s}
-                for (m, n, h, w), g, s in itertools.product(tiles, (8, 16), (2, 3, 4))
-            ]
-        if "~98" in case.name or "~202" in case.name:
-            wide = grid(
-                NARROW=(0,), HALVES=(1,), num_warps=(4,), GROUP_M=(1, 2, 4), BLOCK_M=(64,), BLOCK_N=(64, 128), STAGES=(3, 4)
-            )
-            return "gemm_fp8", wide + grid(
-                NARROW=(1,), BLOCK_M=(64, 128), BLOCK_N=(64, 128), WAVES=(1,), STAGES=(3, 4), num_warps=(4, 8)
-            )
-        if case.name.startswith("64x"):
-            return "gemm_fp8", grid(
-                NARROW=(0,), HALVES=(1,), num_warps=(4,), GROUP_M=(1,), BLOCK_M=(64,), BLOCK_N=(16, 32, 64), STAGES=(4, 6, 8)
-            ) + grid(NARROW=(1,), BLOCK_M=(64,), BLOCK_N=(64,), WAVES=(1, 2), STAGES=(4,), num_warps=(4,))
-        blocks = (16,) if case.name.startswith("1x") else (32, 64)
-        return "gemm_fp8", grid(
-            NARROW=(1,), BLOCK_M=blocks, BLOCK_N=(64, 128), WAVES=(1, 2, 4), STAGES=(3, 4, 6), num_warps=(4, 8)
-        )
     return None
 
 

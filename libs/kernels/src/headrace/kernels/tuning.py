@@ -34,20 +34,39 @@ def mla_prefill() -> dict[str, int]:
 
 
 def gemm_fp8(kind: str, m: int, n: int, k: int, batch_invariant: bool) -> dict[str, int]:
-    """NARROW puts the weight on the left. HALVES: a wide tile's columns are multiplied in so many parts."""
+    """FORM: narrow, wide or tailed, see the module. Of narrow: ROWS_LEFT 0 puts the weight on the left, PAIR takes two steps of
+    K a turn. HALVES: a wide tile's columns are multiplied in so many parts. TAIL: columns of a tailed tile's second part."""
     if INTERPRETED:
-        narrow = {"NARROW": 1, "BLOCK_M": 16, "BLOCK_N": 64, "WAVES": 2, "STAGES": 1, "num_warps": 4}
-        wide = {"NARROW": 0, "BLOCK_M": 32, "BLOCK_N": 64 * (1 + m % 2), "HALVES": 1 + m % 2, "GROUP_M": 2, "STAGES": 1}
-        return narrow if m <= 16 and not batch_invariant else wide | {"num_warps": 4}
+        return _small_gemm_fp8(m, batch_invariant)
     if m <= 64 and not batch_invariant:
         block_m = 16 if m <= 16 else 32 if m <= 32 else 64
         if kind == "masked":
-            return {"NARROW": 1, "BLOCK_M": block_m, "BLOCK_N": 128, "WAVES": 1, "STAGES": 4, "num_warps": 4}
-        block_n = 64 if m > 32 else 128
+            return narrow(block_m, 128)
         waves = 1 if n * k < 1 << 23 or n >= 8192 or m <= 32 else 2
-        return {"NARROW": 1, "BLOCK_M": block_m, "BLOCK_N": block_n, "WAVES": waves, "STAGES": 4, "num_warps": 4}
-    group_m = 4 if kind == "masked" else 16
-    return {"NARROW": 0, "BLOCK_M": 64, "BLOCK_N": 128, "HALVES": 1, "GROUP_M": group_m, "STAGES": 3, "num_warps": 4}
+        return narrow(block_m, 64 if m > 32 else 128, WAVES=waves)
+    return wide(64, 128, GROUP_M=4 if kind == "masked" else 16)
+
+
+def _small_gemm_fp8(m: int, batch_invariant: bool) -> dict[str, int]:
+    """For the interpreter: small tiles, every form at some m."""
+    if m <= 16 and not batch_invariant:
+        return narrow(16, 64, WAVES=2, STAGES=1, PAIR=m % 2, ROWS_LEFT=m // 2 % 2)
+    return tailed(32, STAGES=1, GROUP_M=2) if m % 4 == 0 else wide(32, 64 * (1 + m % 2), 1 + m % 2, STAGES=1, GROUP_M=2)
+
+
+def narrow(block_m: int, block_n: int, **others: int) -> dict[str, int]:
+    shared = {"FORM": "narrow", "BLOCK_M": block_m, "BLOCK_N": block_n, "WAVES": 1, "PAIR": 0, "ROWS_LEFT": 0, "GROUP_M": 1}
+    return shared | {"STAGES": 4, "num_warps": 4} | others
+
+
+def wide(block_m: int, block_n: int, halves: int = 1, **others: int) -> dict[str, int]:
+    shared = {"FORM": "wide", "BLOCK_M": block_m, "BLOCK_N": block_n, "HALVES": halves, "GROUP_M": 16}
+    return shared | {"STAGES": 3, "num_warps": 4} | others
+
+
+def tailed(block_m: int, **others: int) -> dict[str, int]:
+    shared = {"FORM": "tailed", "BLOCK_M": block_m, "BLOCK_N": 128, "TAIL": 64, "GROUP_M": 8}
+    return shared | {"STAGES": 5 if block_m > 64 else 3, "num_warps": 8 if block_m > 64 else 4} | others
 
 
 def gemm_upcast(name: str, m: int, n: int, k: int, batch_invariant: bool) -> dict[str, int]:

@@ -1,0 +1,179 @@
+"""Which launch form of the FP8 products is fastest, on the benchmark's shapes, beside DeepGEMM. Needs a GPU.
+
+    python -m headrace.kernels.tune_gemm --seconds 150 [--json FILE] [--only TEXT]
+
+Compiles every candidate (and the peer's kernels) in parallel processes, compares each result with that of the tables as they
+are, times it, and prints a line a shape, then the best configurations as JSON. What is worth keeping goes by hand into
+`tuning`. Not timed: m = 1 and groups of ~20 rows, whose form met its promise.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+import torch
+
+from headrace.kernels import tuning
+from headrace.kernels.bench import input_sets, time_graph
+from headrace.kernels.cases import Case, Problem
+from headrace.kernels.cases import gemm as cases
+from headrace.kernels.check import relative_error, tensors
+
+BOUND = 1e-3  # of the tables' results: K may be split at other places
+FEW = 64
+
+
+def shapes() -> list[Case]:
+    """Large products first: they have most to win."""
+    found = [cases.dense_fp8(4096, n, k, "full", timed=True) for n, k in cases.DENSE]
+    found += [cases.contiguous_fp8(*shape, "full", timed=True) for shape in cases.CONTIGUOUS]
+    found += [cases.masked_fp8(*shape, "full", timed=True) for shape in cases.MASKED if shape[1] > FEW]
+    return found + [cases.dense_fp8(FEW, n, k, "full", timed=True) for n, k in cases.DENSE]
+
+
+def candidates(case: Case) -> list[dict]:
+    """Best guesses first: time may run out."""
+    narrow, wide, tailed = tuning.narrow, tuning.wide, tuning.tailed
+    if case.name.startswith(f"{FEW}x"):
+        left = {"ROWS_LEFT": 1}
+        return [
+            *(narrow(64, 64, PAIR=1, STAGES=3, WAVES=w, **left) for w in (1, 2)),
+            *(narrow(64, 32, PAIR=1, STAGES=4, WAVES=w, **left) for w in (1, 2)),
+            *(narrow(64, 64, STAGES=s, WAVES=w, **left) for s, w in ((4, 1), (4, 2), (6, 1), (6, 2))),
+            *(narrow(64, 32, STAGES=6, WAVES=w, **left) for w in (1, 2)),
+            narrow(64, 64, PAIR=1, STAGES=3, WAVES=2),
+            narrow(64, 128, PAIR=1, STAGES=2, WAVES=1, num_warps=8, **left),
+        ]
+    pair = {"PAIR": 1, "ROWS_LEFT": 1, "WAVES": 0}
+    if "masked" in case.op:
+        found = [tailed(128, GROUP_M=g) for g in (2, 4)] + [tailed(128, GROUP_M=2, STAGES=4), tailed(64, GROUP_M=4)]
+        return [*found, *(narrow(128, 128, GROUP_M=g, STAGES=3, num_warps=8, **pair) for g in (2, 4)), wide(64, 128, GROUP_M=2)]
+    found = [tailed(128, GROUP_M=g) for g in (8, 16)] + [tailed(128, STAGES=4), tailed(64, GROUP_M=16)]
+    return [
+        *found,
+        *(narrow(128, 128, GROUP_M=g, STAGES=3, num_warps=8, **pair) for g in (8, 16)),
+        narrow(64, 128, GROUP_M=16, STAGES=2, **pair),
+    ]
+
+
+def with_config(config: dict | None, call):
+    """call() while `tuning` answers `config`; None: the tables as they are."""
+    if config is None:
+        return call()
+    kept = tuning.gemm_fp8
+    tuning.gemm_fp8 = lambda *_: config
+    try:
+        return call()
+    finally:
+        tuning.gemm_fp8 = kept
+
+
+def compile_part(part: int, parts: int, wanted: list[Case]) -> None:
+    """Launch the part's candidates once: what they compile stays in the caches on disk."""
+    problems: dict[str, Problem] = {}
+    work = [(i, config) for i, case in enumerate(wanted) for config in (None, "peer", *candidates(case))]
+    for i, config in work[part::parts]:
+        name = str(i)
+        if name not in problems:
+            problems.clear()
+            problems[name] = wanted[i].build(torch.device("cuda"), 0)
+        try:
+            if config == "peer":
+                for call in problems[name].peers.values():
+                    call()
+            else:
+                with_config(config, problems[name].run)
+            torch.cuda.synchronize()
+        except Exception as error:  # a configuration may not fit the device
+            print(f"{wanted[i].name} {config}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
+
+
+def tune(case: Case, device: torch.device, deadline: float) -> dict:
+    problems = input_sets(case, device)
+    first = problems[0]
+    calls = [p.run for p in problems]
+
+    def output(call) -> torch.Tensor:
+        return tensors(first.select(call()))[0].clone()
+
+    row: dict = {"op": case.op, "case": case.name, "target": case.target, "now_us": time_graph(calls) * 1e6, "found": []}
+    expected = output(first.run)
+    for name in first.peers:
+        try:
+            row["peer_us"] = time_graph([p.peers[name] for p in problems]) * 1e6
+            row["peer_difference"] = relative_error(expected, output(first.peers[name]))
+        except Exception as error:
+            row["peer_error"] = f"{type(error).__name__}: {error}"[:200]
+    for config in candidates(case):
+        if time.monotonic() > deadline:
+            row["stopped"] = True
+            break
+        entry: dict = {"config": config}
+        try:
+            entry["difference"] = relative_error(with_config(config, lambda: output(first.run)), expected)
+            again = relative_error(with_config(config, lambda: output(first.run)), expected)
+            if not entry["difference"] <= BOUND or again != entry["difference"]:
+                raise ValueError(f"difference {entry['difference']}, then {again}")
+            entry["us"] = with_config(config, lambda: time_graph(calls)) * 1e6
+        except Exception as error:
+            entry["why"] = f"{type(error).__name__}: {error}"[:200]
+        row["found"].append(entry)
+    row["found"].sort(key=lambda f: f.get("us", float("inf")))
+    return row
+
+
+def show(row: dict) -> str:
+    peer = row.get("peer_us", float("nan"))
+    line = f"{row['op']} {row['case']}: peer {peer:.1f} us, now {row['now_us']:.1f} ({peer / row['now_us']:.2f})"
+    for f in row["found"]:
+        form = " ".join(str(v) for v in f["config"].values())
+        line += f"\n    {f['us']:8.1f} ({peer / f['us']:.2f}) {form}" if "us" in f else f"\n    failed {form}: {f['why'][:90]}"
+    line += f"\n    {row['peer_error']}" if "peer_error" in row else ""
+    return line + ("\n    out of time" if "stopped" in row else "")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="headrace.kernels.tune_gemm", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=150.0, help="stop after about so long, compilation included")
+    parser.add_argument("--json", default="", help="write every timing to this file")
+    parser.add_argument("--only", default="", help="only shapes whose 'operation shape' contains one of these, by |")
+    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="compiling processes")
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    begin = time.monotonic()
+    wanted = [c for c in shapes() if any(w in f"{c.op} {c.name}" for w in options.only.split("|"))]
+    if options.part:
+        compile_part(*map(int, options.part.split("/")), wanted)
+        return 0
+    if not torch.cuda.is_available():
+        print("headrace.kernels.tune_gemm needs a CUDA device: none is visible", file=sys.stderr)
+        return 2
+    command = [sys.executable, "-m", "headrace.kernels.tune_gemm", "--only", options.only, "--part"]
+    jobs = [subprocess.Popen([*command, f"{i}/{options.jobs}"]) for i in range(options.jobs)]
+    for job in jobs:
+        try:
+            job.wait(max(0.1, begin + 0.6 * options.seconds - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            job.kill()
+    print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
+    device, rows = torch.device("cuda"), []
+    for case in wanted:
+        if time.monotonic() > begin + options.seconds:
+            print(f"no time left for {case.op} {case.name}")
+            continue
+        rows.append(tune(case, device, begin + options.seconds))
+        torch.cuda.empty_cache()
+        print(show(rows[-1]), flush=True)
+        if options.json:
+            with open(options.json, "w") as file:
+                json.dump({"card": torch.cuda.get_device_name(), "rows": rows}, file)
+    best = {f"{r['op']} {r['case']}": r["found"][0]["config"] for r in rows if r["found"] and "us" in r["found"][0]}
+    print(json.dumps({"best": best}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
