@@ -8,6 +8,8 @@ are, times it, and prints a line a shape, then the best configurations as JSON. 
 """
 
 import argparse
+import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -16,9 +18,9 @@ import time
 
 import torch
 
-from headrace.kernels import tuning
+from headrace.kernels import gemm_fp8, peers, tuning
 from headrace.kernels.bench import input_sets, time_graph
-from headrace.kernels.cases import Case, Problem
+from headrace.kernels.cases import Case
 from headrace.kernels.cases import gemm as cases
 from headrace.kernels.check import relative_error, tensors
 
@@ -26,18 +28,54 @@ BOUND = 1e-3  # of the tables' results: K may be split at other places
 FEW = 64
 
 
-def shapes() -> list[Case]:
+@dataclasses.dataclass
+class Shape:
+    """m: rows, of each group on average where they are masked."""
+
+    kind: str  # dense, contiguous, masked
+    m: int
+    n: int
+    k: int
+    groups: int = 1
+
+    def case(self) -> Case:
+        if self.kind == "dense":
+            return cases.dense_fp8(self.m, self.n, self.k, "full", timed=True)
+        grouped = cases.contiguous_fp8 if self.kind == "contiguous" else cases.masked_fp8
+        return grouped(self.groups, self.m, self.n, self.k, "full", timed=True)
+
+    def compile_calls(self, device: torch.device) -> dict[str, object]:
+        """Ours, and the peer's, on memory of any content and no more than is read to compile the same kernels."""
+        e4m3, steps = torch.float8_e4m3fn, self.k // 128
+        groups, rows = (self.groups, 512) if self.kind == "masked" else (1, self.m)
+        lead = (groups, rows) if self.kind == "masked" else (rows,)
+        a, a_scale = torch.empty(*lead, self.k, dtype=e4m3, device=device), torch.ones(*lead, steps, device=device)
+        b = torch.empty(self.groups, self.n, self.k, dtype=e4m3, device=device)
+        b_scale = torch.ones(self.groups, -(-self.n // 128), steps, device=device)
+        zeros = torch.zeros(groups if self.kind == "masked" else rows, dtype=torch.int32, device=device)
+        columns = a_scale.T.contiguous().T if self.kind != "masked" else a_scale
+        if self.kind == "dense":
+            ours = functools.partial(gemm_fp8.gemm_fp8, a, columns, b[0], b_scale[0])
+            return {"ours": ours} | peers.deep_gemm_dense(a, a_scale, b[0], b_scale[0])
+        if self.kind == "contiguous":
+            ours = functools.partial(gemm_fp8.grouped_gemm_fp8, a, columns, b, b_scale, group_of_row=zeros)
+            return {"ours": ours} | peers.deep_gemm_contiguous(a, a_scale, b, b_scale, zeros)
+        ours = functools.partial(gemm_fp8.grouped_gemm_fp8, a, a_scale, b, b_scale, counts=zeros, expected_rows=self.m)
+        return {"ours": ours} | peers.deep_gemm_masked(a, a_scale, b, b_scale, zeros, self.m)
+
+
+def shapes() -> list[Shape]:
     """Large products first: they have most to win."""
-    found = [cases.dense_fp8(4096, n, k, "full", timed=True) for n, k in cases.DENSE]
-    found += [cases.contiguous_fp8(*shape, "full", timed=True) for shape in cases.CONTIGUOUS]
-    found += [cases.masked_fp8(*shape, "full", timed=True) for shape in cases.MASKED if shape[1] > FEW]
-    return found + [cases.dense_fp8(FEW, n, k, "full", timed=True) for n, k in cases.DENSE]
+    found = [Shape("dense", 4096, n, k) for n, k in cases.DENSE]
+    found += [Shape("contiguous", m, n, k, groups) for groups, m, n, k in cases.CONTIGUOUS]
+    found += [Shape("masked", m, n, k, groups) for groups, m, n, k in cases.MASKED if m > FEW]
+    return found + [Shape("dense", FEW, n, k) for n, k in cases.DENSE]
 
 
-def candidates(case: Case) -> list[dict]:
+def candidates(shape: Shape) -> list[dict]:
     """Best guesses first: time may run out."""
     narrow, wide, tailed = tuning.narrow, tuning.wide, tuning.tailed
-    if case.name.startswith(f"{FEW}x"):
+    if shape.m == FEW:
         left = {"ROWS_LEFT": 1}
         return [
             *(narrow(64, 64, PAIR=1, STAGES=3, WAVES=w, **left) for w in (1, 2)),
@@ -48,7 +86,7 @@ def candidates(case: Case) -> list[dict]:
             narrow(64, 128, PAIR=1, STAGES=2, WAVES=1, num_warps=8, **left),
         ]
     pair = {"PAIR": 1, "ROWS_LEFT": 1, "WAVES": 0}
-    if "masked" in case.op:
+    if shape.kind == "masked":
         found = [tailed(128, GROUP_M=g) for g in (2, 4)] + [tailed(128, GROUP_M=2, STAGES=4), tailed(64, GROUP_M=4)]
         return [*found, *(narrow(128, 128, GROUP_M=g, STAGES=3, num_warps=8, **pair) for g in (2, 4)), wide(64, 128, GROUP_M=2)]
     found = [tailed(128, GROUP_M=g) for g in (8, 16)] + [tailed(128, STAGES=4), tailed(64, GROUP_M=16)]
@@ -71,27 +109,27 @@ def with_config(config: dict | None, call):
         tuning.gemm_fp8 = kept
 
 
-def compile_part(part: int, parts: int, wanted: list[Case]) -> None:
+def compile_part(part: int, parts: int, wanted: list[Shape]) -> None:
     """Launch the part's candidates once: what they compile stays in the caches on disk."""
-    problems: dict[str, Problem] = {}
-    work = [(i, config) for i, case in enumerate(wanted) for config in (None, "peer", *candidates(case))]
-    for i, config in work[part::parts]:
-        name = str(i)
-        if name not in problems:
-            problems.clear()
-            problems[name] = wanted[i].build(torch.device("cuda"), 0)
+    distinct: dict[str, tuple[Shape, dict | str | None]] = {}
+    for shape in wanted:
+        for config in ("peer", None, *candidates(shape)):
+            whole = config is None or config == "peer" or shape.m == FEW  # a split depends on n
+            key = [shape.kind, shape.k, shape.m == FEW, config, [shape.m, shape.n, shape.groups] if whole else None]
+            distinct.setdefault(json.dumps(key), (shape, config))
+    for shape, config in list(distinct.values())[part::parts]:
+        calls = shape.compile_calls(torch.device("cuda"))
+        ours = calls.pop("ours")
         try:
-            if config == "peer":
-                for call in problems[name].peers.values():
-                    call()
-            else:
-                with_config(config, problems[name].run)
+            for call in calls.values() if config == "peer" else [functools.partial(with_config, config, ours)]:
+                call()
             torch.cuda.synchronize()
         except Exception as error:  # a configuration may not fit the device
-            print(f"{wanted[i].name} {config}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
+            print(f"{shape} {config}: {type(error).__name__}: {error}"[:250], file=sys.stderr)
 
 
-def tune(case: Case, device: torch.device, deadline: float) -> dict:
+def tune(shape: Shape, device: torch.device, deadline: float) -> dict:
+    case = shape.case()
     problems = input_sets(case, device)
     first = problems[0]
     calls = [p.run for p in problems]
@@ -107,7 +145,7 @@ def tune(case: Case, device: torch.device, deadline: float) -> dict:
             row["peer_difference"] = relative_error(expected, output(first.peers[name]))
         except Exception as error:
             row["peer_error"] = f"{type(error).__name__}: {error}"[:200]
-    for config in candidates(case):
+    for config in candidates(shape):
         if time.monotonic() > deadline:
             row["stopped"] = True
             break
@@ -139,12 +177,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="headrace.kernels.tune_gemm", description=__doc__)
     parser.add_argument("--seconds", type=float, default=150.0, help="stop after about so long, compilation included")
     parser.add_argument("--json", default="", help="write every timing to this file")
-    parser.add_argument("--only", default="", help="only shapes whose 'operation shape' contains one of these, by |")
+    parser.add_argument("--only", default="", help="only shapes whose 'kind MxNxK' contains one of these, by |")
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="compiling processes")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     begin = time.monotonic()
-    wanted = [c for c in shapes() if any(w in f"{c.op} {c.name}" for w in options.only.split("|"))]
+    wanted = [s for s in shapes() if any(w in f"{s.kind} {s.m}x{s.n}x{s.k}" for w in options.only.split("|"))]
     if options.part:
         compile_part(*map(int, options.part.split("/")), wanted)
         return 0
@@ -160,11 +198,11 @@ def main(arguments: list[str] | None = None) -> int:
             job.kill()
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
     device, rows = torch.device("cuda"), []
-    for case in wanted:
+    for shape in wanted:
         if time.monotonic() > begin + options.seconds:
-            print(f"no time left for {case.op} {case.name}")
+            print(f"no time left for {shape}")
             continue
-        rows.append(tune(case, device, begin + options.seconds))
+        rows.append(tune(shape, device, begin + options.seconds))
         torch.cuda.empty_cache()
         print(show(rows[-1]), flush=True)
         if options.json:
