@@ -75,8 +75,8 @@ class table_says:
 
 
 def in_processes(jobs: list[list[str]], until: float) -> list[str]:
-    """Run this module with each list of arguments, as many at a time as there are cores; what each printed."""
-    printed, running = [""] * len(jobs), {}
+    """Run this module with each list of arguments, as many at a time as there are cores; the JSON line that each printed."""
+    printed, running = [json.dumps({"error": "out of time", "job": job}) for job in jobs], {}
     waiting = list(range(len(jobs)))
     while waiting or running:
         while waiting and len(running) < (os.cpu_count() or 4):
@@ -89,7 +89,8 @@ def in_processes(jobs: list[list[str]], until: float) -> list[str]:
                 process.kill()
                 waiting.clear()
             out, errors = process.communicate()
-            printed[i] = out or json.dumps({"error": errors[-300:] or "out of time", "job": jobs[i]})
+            lines = [line for line in out.splitlines() if line.startswith("{")]
+            printed[i] = lines[-1] if lines else json.dumps({"error": errors[-300:] or "out of time", "job": jobs[i]})
         time.sleep(0.05)
     return printed
 
@@ -202,20 +203,24 @@ def main(arguments: list[str] | None = None) -> int:
     until = begin + options.seconds
     jobs = [["--only", options.only, "--compile", str(i)] for i in range(len(pairs))]
     for text in in_processes(jobs, begin + options.seconds / 2):
-        line = json.loads(text.splitlines()[-1])
+        line = json.loads(text)
         if "error" in line:
             print(json.dumps(line), flush=True)
     print(json.dumps({"forms": len(pairs), "compiling_seconds": round(time.monotonic() - begin, 1)}), flush=True)
     lines = []
     for case in cases:
-        lines += (found := race(case, device, begin + options.seconds * 0.75))
+        try:
+            found = race(case, device, begin + options.seconds * 0.75)
+        except Exception as error:  # such as too little memory for the inputs: the other cases go on
+            found = [{"row": row_of(case), "case": case.name, "error": f"{type(error).__name__}: {error}"[:200]}]
+        lines += found
         print("\n".join(map(json.dumps, found)), flush=True)
         torch.cuda.empty_cache()
     ranked = ranking(lines)
     trials = [(row, f) for row, found in ranked.items() for t, f in [p for p in found if p[1] is not None][:2] if t < 1]
     failed = set()
     for (row, form), text in zip(trials, in_processes([["--check", json.dumps(t)] for t in trials], until), strict=True):
-        line = json.loads(text.splitlines()[-1])
+        line = json.loads(text)
         print(json.dumps(line), flush=True)
         if not line.get("ok"):
             failed.add((row, json.dumps(form)))
