@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from headrace.kernels._triton import workspace
+from headrace.kernels._triton import lane, workspace
 
 
 def test_outgrown_scratch_stays_where_captured_graphs_know_it():
@@ -19,3 +19,16 @@ def test_outgrown_scratch_stays_where_captured_graphs_know_it():
     assert known().data_ptr() != larger[0].data_ptr() and counters().data_ptr() != larger[1].data_ptr()
     assert larger[1].numel() >= 2 * room and not larger[1].any()
     assert workspace(device, 1, 1) is larger  # what is not captured shares the largest
+
+
+def test_a_stream_beside_another_has_scratch_of_its_own():
+    """Programs of two products at once would take each other's parts of a sum for their own."""
+    device = torch.device("cpu")
+    mine = workspace(device, 1, 1)
+    with lane(1):
+        other = workspace(device, 1, 1)
+        with lane(2):
+            third = workspace(device, 1, 1)
+        assert workspace(device, 1, 1) is other
+    assert len({part.data_ptr() for pair in (mine, other, third) for part in pair}) == 6
+    assert workspace(device, 1, 1) is mine

@@ -5,8 +5,10 @@ form, chosen by a table: `gemm_upcast`.) Set
 TRITON_INTERPRET=1 before the first import of this package to run the kernels on a CPU (slow; for correctness only).
 """
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 
 import torch
 
@@ -75,17 +77,31 @@ def has_bf16_pairs() -> bool:
     return torch.version.cuda is not None and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
-_workspaces: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # registry: scratch of a device, by size
+# registry: scratch of a device and lane, by size
+_workspaces: dict[tuple[torch.device, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+_lane = 0  # of the launches that are issued now
+
+
+@contextlib.contextmanager
+def lane(number: int) -> Iterator[None]:
+    """Launches issued inside use scratch of their own: for a stream that runs beside another. Lane 0 is everyone's."""
+    global _lane
+    before, _lane = _lane, number
+    try:
+        yield
+    finally:
+        _lane = before
 
 
 def workspace(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scratch fp32 memory and int32 counters of a device, for products that split K.
 
     Counters are zero between launches (each kernel puts back what it counted), so no launch has to clear them. One
-    stream per device at a time may use it: programs of two concurrent launches would count each other. Scratch that a larger
-    launch outgrew is kept: a captured graph may still use it. Each is twice the one before, so all are twice the last.
+    stream per device and `lane` at a time may use it: programs of two concurrent launches would count each other. Scratch
+    that a larger launch outgrew is kept: a captured graph may still use it. Each is twice the one before, so all are twice
+    the last.
     """
-    known = _workspaces.setdefault(device, [])
+    known = _workspaces.setdefault((device, _lane), [])
     if known and known[-1][0].numel() >= floats and known[-1][1].numel() >= counters:
         return known[-1]
     least = (2 * known[-1][0].numel(), 2 * known[-1][1].numel()) if known else (1 << 22, 1 << 14)

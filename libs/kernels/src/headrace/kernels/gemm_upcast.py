@@ -109,6 +109,11 @@ def gemm_upcast_reference(
     x = x.to(dtype) if x_scale is None else quantize.dequantize_fp8_ue8m0(x, x_scale, 32, dtype)
     if weight.dim() == 2:
         return x @ dequantize_weight(weight, scale, name, dtype).T
+    if counts is None and group_of_row is None:  # side by side
+        decoded = [
+            dequantize_weight(weight[g], None if scale is None else scale[g], name, dtype) for g in range(weight.shape[0])
+        ]
+        return torch.einsum("mgk,gnk->mgn", x, torch.stack(decoded))
     out = torch.zeros(*x.shape[:-1], weight.shape[1], dtype=dtype, device=x.device)
     for g in range(weight.shape[0]):
         rows = (g, slice(0, int(counts[g]))) if counts is not None else (group_of_row == g,)
@@ -128,36 +133,38 @@ def gemm_upcast(
     alignment: int = 128,
     out_dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
+    side_by_side: bool = False,
 ) -> torch.Tensor:
     """x bf16 or e4m3 [m, k] (masked: [G, m, k]), weight [n, k] or [G, n, k] in format `name`, both contiguous.
 
     k is a multiple of 128. Give group_of_row int32 [m] or counts int32 [G] with a grouped weight. Returns [m, n] or
     [G, m, n] in out_dtype; rows without a group are not written. A group's contiguous rows begin at a multiple of `alignment`
     (16 to 128). `expected_rows` per group only chooses the tile. `batch_invariant`: one tile and no split for every m.
+    `side_by_side`: every row has a part for each group, x [m, G, k] -> [m, G, n].
     """
     weight, scale = (t if t is None or t.dim() == 3 else t.unsqueeze(0) for t in (weight, scale))
     groups, n = weight.shape[:2]
     k = weight.shape[2] * VALUES[name]
-    m = x.shape[-2]
+    m = x.shape[0] if side_by_side else x.shape[-2]
     if x.shape[-1] != k or k % STEP:
         raise ValueError(f"x has {x.shape[-1]} columns and the weight {k}: must agree and be a multiple of {STEP}")
     masked = counts is not None
-    rows = groups * m if masked else m
+    rows = groups * m if masked or side_by_side else m
     out = torch.empty(*x.shape[:-1], n, dtype=out_dtype, device=x.device)
     if not rows:
         return out
-    busy = min(m, expected_rows or (m if masked or group_of_row is None else cdiv(m, groups)))
+    busy = min(m, expected_rows or (cdiv(m, groups) if group_of_row is not None else m))
     config = tuning.gemm_upcast(name, busy, n, k, batch_invariant)
     bm, bn = config["BLOCK_M"], config["BLOCK_N"]
     if group_of_row is not None:
         bm = min(bm, alignment)  # a tile has rows of one group
-    mode = 2 if masked else 1 if group_of_row is not None else 0
+    mode = 3 if side_by_side else 2 if masked else 1 if group_of_row is not None else 0
     row_tiles, column_tiles = cdiv(m, bm), cdiv(n, bn)
-    grid_m = row_tiles * (groups if masked else 1)
+    grid_m = row_tiles * (groups if mode > 1 else 1)
     atoms = config.get("ATOMS", 1)
     atoms = atoms if k % (STEP * atoms) == 0 else 1
     splits = 1
-    if mode == 0 and not batch_invariant:
+    if mode in (0, 3) and not batch_invariant:
         splits = _splits(grid_m * column_tiles, k // (STEP * atoms), config["WAVES"])
     partial, counter = workspace(x.device, *((splits * rows * n, grid_m * column_tiles) if splits > 1 else (1, 1)))
     words = x if scale is None else scale.contiguous().view(torch.uint8).view(torch.int32)
@@ -166,13 +173,14 @@ def gemm_upcast(
     if name in FIELD:
         _words_kernel[(column_tiles, grid_m, splits)](
             x.contiguous(), x if x_scale is None else x_scale.contiguous(), weight, scale, index, out, partial, counter,
-            m, rows, n, scale.shape[2], K=k, MODE=mode, VALUES=VALUES[name], X_FP8=x_scale is not None, SPLIT=splits > 1,
-            BLOCK_M=bm, BLOCK_N=bn, ATOMS=atoms, PAIRS=config["PAIRS"], STAGES=config["STAGES"], num_warps=config["num_warps"],
+            m, rows, n, scale.shape[2], groups,
+            K=k, MODE=mode, VALUES=VALUES[name], X_FP8=x_scale is not None, SPLIT=splits > 1, BLOCK_M=bm, BLOCK_N=bn,
+            ATOMS=atoms, PAIRS=config["PAIRS"], STAGES=config["STAGES"], num_warps=config["num_warps"],
         )  # fmt: skip
         return out
     _upcast_kernel[(column_tiles, grid_m, splits)](
         x.contiguous(), x_words, weight if name == "bf16" else weight.view(torch.uint8), words, index, out, partial, counter,
-        m, rows, n, cdiv(n, 32) if name == "fp8" else n,
+        m, rows, n, cdiv(n, 32) if name == "fp8" else n, groups,
         K=k, MODE=mode, FORMAT=FORMATS[name], X_FP8=x_scale is not None, SPLIT=splits > 1, BLOCK_M=bm, BLOCK_N=bn,
         STAGES=config["STAGES"], num_warps=config["num_warps"],
     )  # fmt: skip
@@ -182,12 +190,12 @@ def gemm_upcast(
 @triton.jit
 def _upcast_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, index_ptr, out_ptr, partial_ptr, counter_ptr, m, rows, n, scale_rows,
-    K: tl.constexpr, MODE: tl.constexpr, FORMAT: tl.constexpr, X_FP8: tl.constexpr, SPLIT: tl.constexpr,
+    groups, K: tl.constexpr, MODE: tl.constexpr, FORMAT: tl.constexpr, X_FP8: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = K // 128
     tile = tl.program_id(1)
-    group, first, row, live = _tile_rows(index_ptr, tile, m, tl.cdiv(m, BLOCK_M), MODE, BLOCK_M)
+    group, row, live = _rows_of_tile(index_ptr, tile, m, groups, MODE, BLOCK_M)
     if group < 0:
         return
     split = tl.program_id(2)
@@ -228,6 +236,20 @@ def _upcast_kernel(
 
 
 @triton.jit
+def _rows_of_tile(index_ptr, tile, m, groups, MODE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(group, rows [BLOCK_M] of x and of the result, mask of rows to write); group -1: nothing to do. MODE 3: side by side."""
+    row_tiles = tl.cdiv(m, BLOCK_M)
+    if MODE == 3:
+        group = tile // row_tiles
+        local = (tile % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = local * groups + group
+        live = local < m
+    else:
+        group, first, row, live = _tile_rows(index_ptr, tile, m, row_tiles, MODE, BLOCK_M)
+    return group, row, live
+
+
+@triton.jit
 def _store_product(
     acc, row, live, column, within, tile, split, out_ptr, partial_ptr, counter_ptr, rows, n, SPLIT: tl.constexpr
 ):  # fmt: skip
@@ -254,7 +276,7 @@ def _store_product(
 @triton.jit
 def _words_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, index_ptr, out_ptr, partial_ptr, counter_ptr, m, rows, n, scale_rows,
-    K: tl.constexpr, MODE: tl.constexpr, VALUES: tl.constexpr, X_FP8: tl.constexpr, SPLIT: tl.constexpr,
+    groups, K: tl.constexpr, MODE: tl.constexpr, VALUES: tl.constexpr, X_FP8: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ATOMS: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `_upcast_kernel`, for packed weights. A step takes ATOMS times 128 columns; each of its VALUES / 2 pieces is a product
@@ -264,7 +286,7 @@ def _words_kernel(
     PART: tl.constexpr = 128 // PIECES  # columns of a piece in each atom
     STEPS: tl.constexpr = K // (128 * ATOMS)
     tile = tl.program_id(1)
-    group, first, row, live = _tile_rows(index_ptr, tile, m, tl.cdiv(m, BLOCK_M), MODE, BLOCK_M)
+    group, row, live = _rows_of_tile(index_ptr, tile, m, groups, MODE, BLOCK_M)
     if group < 0:
         return
     split = tl.program_id(2)

@@ -6,8 +6,9 @@ DeepSeek's layout is [nope | rope]; in V4 and V4.1 K and V are one vector, so ou
 
 import torch
 
-from headrace.kernels import tuning
-from headrace.kernels._triton import cdiv, tl, triton
+from headrace.kernels import quantize, tuning
+from headrace.kernels._triton import cdiv, tl, to_bf16, triton
+from headrace.kernels.quantize_kernels import ceil_ue8m0, inverse_ue8m0, round_half_even
 
 
 def rope_tables(positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,3 +60,43 @@ def _rope_kernel(
     even, odd = tl.split(tl.reshape(tl.load(at, mask=live, other=0.0).to(tl.float32), [BLOCK_H, HALF, 2]))
     turned = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [BLOCK_H, 2 * HALF])
     tl.store(at, turned.to(tl.bfloat16), mask=live)
+
+
+def rope_fp4_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x bf16 [T, H, D] -> bf16: rotated, then rounded to what `quantize_fp4_ue8m0` keeps of each 32 columns."""
+    return quantize.round_fp4_ue8m0(rope_reference(x, cos, sin)).to(x.dtype)
+
+
+def rope_fp4(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """As `rope_fp4_reference` in one launch, in place: index queries. x contiguous, D a power of two of at least 64."""
+    rows, heads, dim = x.shape
+    if dim & (dim - 1) or dim < 64 or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
+        raise ValueError(f"rope_fp4 needs contiguous vectors of a power of two of columns and contiguous tables, got {dim}")
+    if rows:
+        block = min(16, heads & -heads)
+        _rope_fp4_kernel[(rows, heads // block)](
+            x, cos, sin, heads, D=dim, HALF=cos.shape[-1], BLOCK_H=block, num_warps=1 if block * dim < 2048 else 4
+        )
+    return x
+
+
+@triton.jit
+def _rope_fp4_kernel(x_ptr, cos_ptr, sin_ptr, heads, D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    at = x_ptr + (row * heads + head)[:, None] * D + tl.arange(0, D)[None, :]
+    x = tl.load(at).to(tl.float32)
+    pair = tl.arange(0, D // 2) - (D // 2 - HALF)
+    turned = pair >= 0
+    cos = tl.load(cos_ptr + row * HALF + pair, mask=turned, other=1.0)[None, :]
+    sin = tl.load(sin_ptr + row * HALF + pair, mask=turned, other=0.0)[None, :]
+    even, odd = tl.split(tl.reshape(x, [BLOCK_H, D // 2, 2]))
+    x = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [BLOCK_H * D // 32, 32])
+    x = to_bf16(x).to(tl.float32)
+    byte = ceil_ue8m0(tl.maximum(tl.max(tl.abs(x), 1), 7.052966104933725e-38) * (1 / 6))[:, None]  # at least 6 * 2^-126
+    scaled = x * inverse_ue8m0(byte)
+    size = tl.minimum(tl.abs(scaled), 6.0)
+    even_steps = tl.where(size < 4, round_half_even(size), round_half_even(size * 0.5) * 2)
+    size = tl.where(size < 2, round_half_even(size * 2) * 0.5, even_steps)
+    value = tl.where(scaled < 0, -size, size) * (byte << 23).to(tl.float32, bitcast=True)
+    tl.store(at, tl.reshape(value, [BLOCK_H, D]).to(tl.bfloat16))

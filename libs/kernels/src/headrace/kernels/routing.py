@@ -53,8 +53,9 @@ def route(
     scale: float = 1.5,
     groups: int = 1,
     top_groups: int = 1,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `route_reference`, one launch."""
+    """As `route_reference`, one launch. Rows that are not `live` (bool [T]) take expert -1."""
     tokens, experts = logits.shape
     chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
@@ -63,9 +64,11 @@ def route(
         if groups > 1 and size != experts:
             raise ValueError(f"group limits need a power of two of experts, got {experts}")
         _route_kernel[(tokens,)](
-            logits.contiguous(), bias if bias is not None else logits, chosen, weights, experts, scale,
+            logits.contiguous(), bias if bias is not None else logits, live.view(torch.uint8) if live is not None else logits,
+            chosen, weights, experts, scale,
             0 if bias is None or bias.dim() == 1 else bias.stride(0),
-            TOP_K=top_k, SIGMOID=score == "sigmoid", HAS_BIAS=bias is not None, GROUPS=groups, TOP_GROUPS=top_groups,
+            TOP_K=top_k, SIGMOID=score == "sigmoid", HAS_BIAS=bias is not None, HAS_LIVE=live is not None,
+            GROUPS=groups, TOP_GROUPS=top_groups,
             BLOCK=size, BLOCK_K=next_power_of_2(top_k), **tuning.route(),
         )  # fmt: skip
     return chosen, weights
@@ -73,8 +76,9 @@ def route(
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, bias_ptr, chosen_ptr, weight_ptr, experts, scale, bias_stride,
-    TOP_K: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    logits_ptr, bias_ptr, live_ptr, chosen_ptr, weight_ptr, experts, scale, bias_stride,
+    TOP_K: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIVE: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -108,6 +112,8 @@ def _route_kernel(
     x = tl.load(logits_ptr + token * experts + chosen, mask=there, other=0.0)
     weight = tl.where(there, _expert_score(x, SIGMOID), 0.0)
     weight = weight / (tl.sum(weight, 0) + 1e-20) * scale
+    if HAS_LIVE:
+        chosen = tl.where(tl.load(live_ptr + token) != 0, chosen, -1)
     tl.store(chosen_ptr + token * TOP_K + slot, chosen, mask=slot < TOP_K)
     tl.store(weight_ptr + token * TOP_K + slot, weight, mask=slot < TOP_K)
 
@@ -158,25 +164,44 @@ def row_capacity(tokens: int, top_k: int, count: int, alignment: int = ALIGNMENT
 
 def plan_rows(experts: torch.Tensor, count: int, alignment: int = ALIGNMENT) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `plan_rows_reference`, two launches, no copy to the host."""
+    return _plan(experts, None, count, alignment)[:3]
+
+
+def plan_choices(
+    experts: torch.Tensor, weights: torch.Tensor, count: int, alignment: int = ALIGNMENT
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`plan_rows` and, instead of counts, the weight of each choice [T, k] in its row: fp32 [capacity], padding not written."""
+    row_of_choice, group_of_row, _, weight_of_row = _plan(experts, weights, count, alignment)
+    return row_of_choice, group_of_row, weight_of_row
+
+
+def _plan(
+    experts: torch.Tensor, weights: torch.Tensor | None, count: int, alignment: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     tokens, top_k = experts.shape
-    row_of_choice = torch.full_like(experts, -1)
+    row_of_choice = torch.empty_like(experts, memory_format=torch.contiguous_format)
     capacity = row_capacity(tokens, top_k, count, alignment)
-    group_of_row = torch.full((capacity,), -1, dtype=torch.int32, device=experts.device)
+    group_of_row = torch.empty(capacity, dtype=torch.int32, device=experts.device)
+    weight_of_row = None if weights is None else torch.empty(capacity, dtype=torch.float32, device=experts.device)
     counts = torch.empty(count, dtype=torch.int32, device=experts.device)
     shared = tuning.plan_rows()
     flat = experts.contiguous()
-    _count_kernel[(count,)](flat, counts, tokens * top_k, **shared)
+    _count_kernel[(count,)](flat, counts, row_of_choice, group_of_row, tokens * top_k, capacity, **shared)
     if tokens:
         _place_kernel[(count,)](
-            flat, counts, row_of_choice, group_of_row, tokens * top_k, count,
-            EXPERTS=next_power_of_2(count), ALIGN=alignment, **shared,
+            flat, flat if weights is None else weights.contiguous(), counts, row_of_choice, group_of_row,
+            flat if weight_of_row is None else weight_of_row, tokens * top_k, count,
+            EXPERTS=next_power_of_2(count), ALIGN=alignment, WEIGHTS=weights is not None, **shared,
         )  # fmt: skip
-    return row_of_choice, group_of_row, counts
+    return row_of_choice, group_of_row, counts, weight_of_row
 
 
 @triton.jit
-def _count_kernel(experts_ptr, count_ptr, choices, BLOCK: tl.constexpr):
+def _count_kernel(experts_ptr, count_ptr, row_ptr, group_ptr, choices, capacity, BLOCK: tl.constexpr):
+    """Counts, and -1 where the other kernel may write nothing: each program a stretch of both."""
     expert = tl.program_id(0)
+    _fill(row_ptr, choices, BLOCK)
+    _fill(group_ptr, capacity, BLOCK)
     total = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, choices, BLOCK):
         at = begin + tl.arange(0, BLOCK)
@@ -185,9 +210,16 @@ def _count_kernel(experts_ptr, count_ptr, choices, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _fill(ptr, size, BLOCK: tl.constexpr):
+    for begin in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(ptr + at, tl.full([BLOCK], -1, tl.int32), mask=at < size)
+
+
+@triton.jit
 def _place_kernel(
-    experts_ptr, count_ptr, row_ptr, group_ptr, choices, count,
-    EXPERTS: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+    experts_ptr, weight_ptr, count_ptr, row_ptr, group_ptr, spread_ptr, choices, count,
+    EXPERTS: tl.constexpr, ALIGN: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     other = tl.arange(0, EXPERTS)
@@ -199,6 +231,8 @@ def _place_kernel(
         order = tl.cumsum(mine.to(tl.int32), 0)
         tl.store(row_ptr + at, row + order - 1, mask=mine)
         tl.store(group_ptr + row + order - 1, tl.full([BLOCK], 0, tl.int32) + expert, mask=mine)
+        if WEIGHTS:
+            tl.store(spread_ptr + row + order - 1, tl.load(weight_ptr + at, mask=mine, other=0.0), mask=mine)
         row += tl.max(order, 0)
 
 

@@ -23,11 +23,16 @@ def swiglu_reference(
 
 
 def swiglu(
-    x: torch.Tensor, limit: float | None = None, weight: torch.Tensor | None = None, name: str | None = None
+    x: torch.Tensor,
+    limit: float | None = None,
+    weight: torch.Tensor | None = None,
+    name: str | None = None,
+    group_of_row: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """x bf16 [R, 2 I] -> bf16 [R, I], or with name fp8_ue8m0 or fp8_fp32 (values [R, I], scales [R, I / group]).
 
-    fp8_fp32 scales come column-major, as `gemm_fp8` wants them.
+    fp8_fp32 scales come column-major, as `gemm_fp8` wants them. `group_of_row` int32 [R]: rows without a group are neither
+    read nor written.
     """
     rows, inner = x.shape[0], x.shape[1] // 2
     if name not in (None, "fp8_ue8m0", "fp8_fp32"):
@@ -43,23 +48,26 @@ def swiglu(
     if count:
         block = 2048 // group
         _swiglu_kernel[(cdiv(count, block),)](
-            x.contiguous(), weight if weight is not None else x, out, scales, count, inner // group,
+            x.contiguous(), weight if weight is not None else x, group_of_row if group_of_row is not None else x, out, scales,
+            count, inner // group,
             scales.stride(0), scales.stride(1), limit or 0.0,
-            LIMIT=limit is not None, WEIGHT=weight is not None, QUANTISE=name is not None, KIND=kind, GROUP=group,
-            BLOCK=block, FORM=tuning.quantise(name or "fp8_fp32")["FORM"], num_warps=4,
+            LIMIT=limit is not None, WEIGHT=weight is not None, GROUPED=group_of_row is not None, QUANTISE=name is not None,
+            KIND=kind, GROUP=group, BLOCK=block, FORM=tuning.quantise(name or "fp8_fp32")["FORM"], num_warps=4,
         )  # fmt: skip
     return (out, scales) if name else out
 
 
 @triton.jit
 def _swiglu_kernel(
-    x_ptr, weight_ptr, out_ptr, scale_ptr, count, groups, stride_r, stride_g, limit,
-    LIMIT: tl.constexpr, WEIGHT: tl.constexpr, QUANTISE: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, FORM: tl.constexpr,
+    x_ptr, weight_ptr, group_ptr, out_ptr, scale_ptr, count, groups, stride_r, stride_g, limit,
+    LIMIT: tl.constexpr, WEIGHT: tl.constexpr, GROUPED: tl.constexpr, QUANTISE: tl.constexpr, KIND: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = index < count
     row = index // groups
+    if GROUPED:
+        live = live & (tl.load(group_ptr + row, mask=live, other=-1) >= 0)
     column = (index % groups) * GROUP
     at = (row * (2 * groups * GROUP) + column)[:, None] + tl.arange(0, GROUP)[None, :]
     gate = tl.load(x_ptr + at, mask=live[:, None], other=0.0).to(tl.float32)

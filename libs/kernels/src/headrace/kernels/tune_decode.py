@@ -31,9 +31,10 @@ BOUND = 6e-3
 MOE = [("w_in", 4608, 5120), ("w_out", 5120, 2304)]
 LINEAR = [
     ("wq_a+wkv", 1792, 5120), ("wq", 32768, 1280), ("wo_b", 5120, 8192), ("shared_in", 4608, 5120),
-    ("shared_out", 5120, 2304), ("index wq", 4096, 1280),
+    ("shared_out", 5120, 2304), ("index wq", 4096, 1280), ("wo_a", 1024, 4096),
 ]  # fmt: skip
-BATCHES = (256, 64, 8, 1, 4096)  # the last: prefill reads the same packed weights
+BESIDE = {"wo_a": 8}  # linears that are as many products side by side
+BATCHES = (64, 256, 8, 1, 4096)  # the last: prefill reads the same packed weights
 
 
 @dataclasses.dataclass
@@ -44,6 +45,10 @@ class Shape:
     n: int
     k: int
     groups: int = 1
+
+    @property
+    def beside(self) -> int:
+        return BESIDE.get(self.name, 1)
 
     @property
     def alignment(self) -> int:
@@ -67,7 +72,12 @@ def candidates(shape: Shape) -> list[dict]:
         found = [_config(shape.alignment, *tile, atoms, 1) for atoms in (2, 1) for tile in tiles]
         found += [_config(shape.alignment, *tile, 1, 1) for tile in [(64, 4, 6), (128, 8, 6), (256, 16, 5)]]
         return found + [_config(shape.alignment, *tile, 2, 0) for tile in tiles[:4]]
-    blocks = {1: (16,), 8: (16,), 64: (64,), 256: (128, 256)}[shape.batch]
+    if shape.batch == 64:
+        tiles = [(64, 4, 4), (128, 8, 4), (128, 4, 3), (64, 4, 6), (64, 8, 4)]
+        found = [_config(64, *tile, 1, 1, waves) for waves, tile in itertools.product((2, 1, 3), tiles)]
+        wide = [(64, 4, 3), (128, 8, 3), (64, 8, 3)]
+        return found + [_config(64, *tile, 2, 1, waves) for waves, tile in itertools.product((1, 2), wide)]
+    blocks = {1: (16,), 8: (16,), 256: (128, 256)}[shape.batch]
     tiles = [(128, 8, 3), (64, 4, 4), (128, 4, 3), (64, 4, 6)]
     found = [_config(m, *tile, 1, 1, waves) for waves, m, tile in itertools.product((2, 4, 1), blocks, tiles)]
     return found + [_config(blocks[0], *tile, 1, 0, 2) for tile in tiles[:2]]
@@ -113,13 +123,14 @@ class Experiment:
 
     def _linear(self, g: torch.Generator) -> None:
         s, device = self.shape, self.device
-        self.copies = min(8, int(1.3e8 / (s.n * s.k)) + 2)
-        self.stored = random_fp8((self.copies, s.n, s.k), device, 5)
+        lead = (s.beside,) if s.beside > 1 else ()
+        self.copies = min(8, int(1.3e8 / (s.beside * s.n * s.k)) + 2)
+        self.stored = random_fp8((self.copies, *lead, s.n, s.k), device, 5)
         self.scale = torch.randint(
-            118, 124, (self.copies, s.n // 32, s.k // 32), generator=g, device=device, dtype=torch.uint8
+            118, 124, (self.copies, *lead, s.n // 32, s.k // 32), generator=g, device=device, dtype=torch.uint8
         )
         self.words, self.fields, _ = gemm_upcast.pack_words(self.stored, self.scale, "fp8")
-        self.rows = randn((s.batch, s.k), device, 3, torch.bfloat16)
+        self.rows = randn((s.batch, *lead, s.k), device, 3, torch.bfloat16)
         self.active = 1
 
     def calls(self, packed: bool) -> list:
@@ -127,7 +138,10 @@ class Experiment:
         weight, scale = (self.words, self.fields) if packed else (self.stored, self.scale)
         name = s.kind + "_words" * packed
         if s.kind == "fp8":
-            return [lambda i=i: gemm_upcast.gemm_upcast(self.rows, weight[i], scale[i], name) for i in range(self.copies)]
+            return [
+                lambda i=i: gemm_upcast.gemm_upcast(self.rows, weight[i], scale[i], name, side_by_side=s.beside > 1)
+                for i in range(self.copies)
+            ]
         alignment = s.alignment if packed else 128  # as before packed formats
         rows = self.layouts[alignment]
         return [
@@ -156,7 +170,7 @@ class Experiment:
     def bytes(self) -> float:
         s = self.shape
         rows = s.batch * (TOP_K if s.kind == "mxfp4" else 1)
-        return self.active * s.n * s.k * BYTES[s.kind] + 2 * rows * (s.k + s.n)
+        return s.beside * (self.active * s.n * s.k * BYTES[s.kind] + 2 * rows * (s.k + s.n))
 
 
 def _rows(counts: torch.Tensor, alignment: int, device: torch.device) -> torch.Tensor:

@@ -45,10 +45,12 @@ def cases() -> Iterator[Case]:
         yield upcast(name, 5, 64, 256, False, "small", batch_invariant=True)
         yield upcast_grouped(name, 3, 64, 256, "small", masked=False)
         yield upcast_grouped(name, 3, 64, 256, "small", masked=True)
+        yield upcast_side_by_side(name, 18, 2, 64, 256, "small")
         for m in (1, 50, 300):
             yield upcast(name, m, 1120, 2304, name != "bf16", "full")
         for masked in (False, True):
             yield upcast_grouped(name, 6, 640, 1280, "full", masked)
+        yield upcast_side_by_side(name, 70, 8, 192, 1280, "full")
         yield upcast_grouped(name, 6, 640, 1280, "full", masked=False, rows=200)  # more rows than the alignment
     for n, k in [(1280, 5120), (32768, 1280), (5120, 8192), (4608, 5120)]:
         for m in (1, 64, 4096):
@@ -56,6 +58,8 @@ def cases() -> Iterator[Case]:
                 yield upcast(name, m, n, k, False, "full", timed=True)
     for m in (1, 64):
         yield upcast("bf16", m, 129280, 5120, False, "full", timed=True)
+    for m in (1, 64, 4096):
+        yield upcast_side_by_side("fp8_words", m, 8, 1024, 4096, "full", timed=True)
     for name in ("mxfp4", "mxfp4_words"):
         for m in (1, 64, 4096):
             yield upcast(name, m, 4608, 5120, False, "full", timed=True)
@@ -113,6 +117,24 @@ def upcast_grouped(
         f"grouped gemm_upcast {'masked' if masked else 'contiguous'}", f"{name} {groups} groups, ~{rows} rows, {n}x{k}", build,
         6e-3, size, timed, flops=2.0 * total * n * k, bytes=groups * n * k * BYTES[name] + total * (2 * k + 2 * n),
         ceiling="copy" if masked else "bf16",
+    )  # fmt: skip
+
+
+def upcast_side_by_side(name: str, m: int, groups: int, n: int, k: int, size: str, timed: bool = False) -> Case:
+    """V4.1's first output projection: each row has its own part for every group."""
+
+    def build(device: torch.device, seed: int) -> Problem:
+        weight, stored = _small_weight(name, (groups, n, k), device, seed)
+        x = randn((m, groups, k), device, seed + 1, torch.bfloat16)
+        return Problem(
+            run=lambda: gemm_upcast.gemm_upcast(x, *weight, side_by_side=True),
+            reference=lambda: gemm_upcast.gemm_upcast_reference(x, *stored),
+        )
+
+    return Case(
+        "gemm_upcast side by side", f"{name} {m}x{groups}x{n}x{k}", build, 6e-3, size, timed,
+        flops=2.0 * m * groups * n * k, bytes=groups * n * k * BYTES[name] + 2 * m * groups * (k + n),
+        ceiling="copy" if m <= 64 else "bf16",
     )  # fmt: skip
 
 

@@ -31,6 +31,8 @@ def cases() -> Iterator[Case]:
         yield norm(rows, dim, size, timed=rows > 1000)
     for rows, heads, size in [(3, 5, "small"), (100, 64, "full"), (4096, 64, "full")]:
         yield rotate(rows, heads, size, timed=rows > 1000)
+    for rows, heads, size in [(5, 32, "small"), (64, 32, "full")]:
+        yield index_queries(rows, heads, size, timed=size == "full")
     for rows, size in [(7, "small"), (1000, "full"), (16384, "full")]:
         for form in (None, "fp8_ue8m0", "fp8_fp32"):
             yield activation(rows, 256 if size == "small" else 2304, form, size, timed=rows > 1000)
@@ -132,20 +134,36 @@ def rotate(rows: int, heads: int, size: str, timed: bool) -> Case:
     return _case("rope", f"{rows} rows, {heads} heads of 512", build, 6e-3, size, timed, rows * (heads * 256 + 256))
 
 
+def index_queries(rows: int, heads: int, size: str, timed: bool = False) -> Case:
+    """Rotated as above and rounded to FP4."""
+
+    def build(device: torch.device, seed: int) -> Problem:
+        x = randn((rows, heads, 128), device, seed, torch.bfloat16)
+        x[0, 0] = 0
+        tables = rope.rope_tables(torch.arange(rows, device=device), randn((32,), device, seed).abs())
+        return Problem(
+            run=lambda: rope.rope_fp4(x if timed else x.clone(), *tables), reference=lambda: rope.rope_fp4_reference(x, *tables)
+        )
+
+    # A sum that rounds the other way (one fused multiplication and addition) is a whole step of FP4 off.
+    return _case("rope_fp4", f"{rows} rows, {heads} heads of 128", build, 3e-2, size, timed, rows * (heads * 512 + 256))
+
+
 def activation(rows: int, inner: int, form: str | None, size: str, timed: bool) -> Case:
     def build(device: torch.device, seed: int) -> Problem:
         x = randn((rows, 2 * inner), device, seed, torch.bfloat16) * 6
         weight = randn((rows,), device, seed + 1).abs()
+        groups = torch.arange(rows, device=device, dtype=torch.int32) % 5 - (0 if timed else 1)  # -1: a row without a group
 
         def dequantised(outputs):
             if form is None:
-                return outputs
+                return outputs[groups >= 0]
             values, scales = outputs
             name = "dequantize_fp8_ue8m0" if form == "fp8_ue8m0" else "dequantize_fp8"
             return getattr(quantize_kernels.quantize, name)(values, scales)
 
         return Problem(
-            run=lambda: swiglu.swiglu(x, 10.0, weight, form),
+            run=lambda: swiglu.swiglu(x, 10.0, weight, form, groups if form is None else None),
             reference=lambda: swiglu.swiglu_reference(x, 10.0, weight, form),
             select=dequantised,
         )
@@ -248,7 +266,13 @@ def route(tokens: int, experts: int, k: int, score: str, groups: int, size: str,
         logits, bias = randn((tokens, experts), device, seed), randn((experts,), device, seed + 1) * 0.1
         logits[0, :4] = logits[0, 4]  # ties
         arguments = (logits, bias, k, score, 1.5, groups, max(1, groups // 2))
-        return Problem(run=lambda: routing.route(*arguments), reference=lambda: routing.route_reference(*arguments))
+        live = torch.arange(tokens, device=device) % 7 != 3
+
+        def reference():
+            chosen, weights = routing.route_reference(*arguments)
+            return chosen.masked_fill(~live.unsqueeze(1), -1), weights
+
+        return Problem(run=lambda: routing.route(*arguments, live=live), reference=reference)
 
     moved = tokens * (experts * 4 + k * 8)
     return _case("route", f"{tokens}x{experts} top {k} {score}", build, (0.0, 1e-5), size, timed, moved)
@@ -266,13 +290,23 @@ def rows_in_and_out(tokens: int, experts: int, dim: int, size: str, timed: bool,
         rows = routing.row_capacity(*chosen.shape, experts, alignment)
 
         def chain(plan, permute, combine):
-            row_of_choice, group_of_row, counts = plan(chosen, experts, alignment)
+            row_of_choice, group_of_row, third = plan()
             y = permute(x, row_of_choice, rows)
-            return row_of_choice, group_of_row, counts, combine(y, row_of_choice, weights, shared)
+            return row_of_choice, group_of_row, third, combine(y, row_of_choice, weights, shared)
+
+        def kernel_plan():
+            *plan, spread = routing.plan_choices(chosen, weights, experts, alignment)
+            return *plan, torch.where(plan[1] >= 0, spread, 0.0)
+
+        def reference_plan():
+            plan = routing.plan_rows_reference(chosen, experts, alignment)
+            spread, there = torch.zeros(rows, device=device), plan[0] >= 0
+            spread[plan[0][there].long()] = weights[there]
+            return *plan[:2], spread
 
         return Problem(
-            run=lambda: chain(routing.plan_rows, routing.permute, routing.combine),
-            reference=lambda: chain(routing.plan_rows_reference, routing.permute_reference, routing.combine_reference),
+            run=lambda: chain(kernel_plan, routing.permute, routing.combine),
+            reference=lambda: chain(reference_plan, routing.permute_reference, routing.combine_reference),
         )
 
     name = f"{tokens}x{dim}, {experts} experts" + f", rows by {alignment}" * (alignment != 128)

@@ -2,31 +2,36 @@
 
     python -m headrace.engine.models.v41.gpu.bench [--layers 8] [--experts 96] [--batch 64,256,8,1] [--context 4096,32768]
 
-Layers have the released dimensions and every kind of source; weights and cache are random bytes, made on the device. A step
-reads every weight of the experts that some row chose, every row's window, its selected entries and the index keys it
-scores: that sum over the device's copy rate (measured in the same run, or --tbs) is the roofline. Reported per batch and
-context: milliseconds of a step as a caller sees it who waits for each, in a row of steps that the host prepares while the
-device is busy, and on the device alone; the fraction of the roofline; how much longer than the device alone the row of steps
-takes; the bytes per component, and with --parts device time per component. A row that fails says so and the others go on.
-Nothing is loaded from a checkpoint, and no text comes out.
+Layers have the released dimensions and every kind of source. Weights are random, of both signs; rows have tokens of their own
+and caches of records that hold normal values, so that rows differ. Gate biases are balanced first, on other rows, as training
+balances them: then rows choose about as many experts as an even draw (`chosen` by layer and `even`). A step reads every weight
+of the experts that some row chose, every row's window, its selected entries and the index keys it scores: that sum over the
+device's copy rate (measured in the same run, or --tbs) is the roofline. Reported per batch and context: milliseconds of a step
+as a caller sees it who waits for each, in a row of steps that the host prepares while the device is busy, and on the device
+alone; the fraction of the roofline; how much longer than the device alone the row of steps takes; the bytes per component.
+With --parts also the device's time when nothing runs beside anything else (`one_stream_ms`), and of that the time per
+component. A row that fails says so and the others go on. Nothing is loaded from a checkpoint, and no text comes out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from headrace.kernels import tuning
 from headrace.kernels.gemm_upcast import PACKED, STEP, VALUES, pack_words
+from headrace.kernels.quantize import pack_window_record
 
 from ....batch import Segment
 from ....cache import KVPool
@@ -88,7 +93,8 @@ def configure(shape: dict[str, Any], layers: int, experts: int, draft: bool = Fa
 
 
 class RandomWeights(Weights):
-    """Weights of the right formats from nowhere: codes of any value, scales near the inverse root of the width."""
+    """Weights of the right formats from nowhere: codes of any value, scales near the inverse root of the width; gates without
+    a bias."""
 
     def __init__(self, config: ModelConfig, device: torch.device, packed: bool = True) -> None:
         super().__init__(None, config, device)
@@ -96,6 +102,8 @@ class RandomWeights(Weights):
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         spec = self.schema[name]
+        if ".gate.bias" in name:
+            return torch.zeros(spec.shape, device=self.device)
         values = torch.randn(spec.shape, generator=self.draw, device=self.device) * spec.shape[-1] ** -0.5
         return (values + (1.0 if name.endswith("norm.weight") else 0.0)).to(dtype or torch.bfloat16)
 
@@ -108,21 +116,23 @@ class RandomWeights(Weights):
             return Weight(values.bfloat16(), None, kind)
         exponent = 127 - int(np.log2(columns) / 2) - (1 if kind == "mxfp4" else 0)
         if self.packed:  # any word is four or eight values; a scale word is what packing makes of four equal scales
-            name, most = PACKED[kind], 256 if kind == "mxfp4" else 0x38
-            words = self._bytes(*lead, rows, columns // VALUES[name] * 4, most=most).view(torch.int32)
+            name = PACKED[kind]
+            words = self._codes(kind, *lead, rows, columns // VALUES[name] * 4).view(torch.int32)
             like = torch.full((rows if kind == "mxfp4" else rows // BLOCK, 4), exponent, dtype=torch.uint8)
             _, scale, _ = pack_words(torch.zeros(rows, STEP // VALUES[kind], dtype=torch.uint8), like, kind)
             scale = scale.to(self.device).expand(*lead, columns // STEP, -1).contiguous()
             return Weight(words, scale, name)
         if kind == "mxfp4":
-            codes, grid = self._bytes(*lead, rows, columns // 2, most=256), (rows, columns // BLOCK)
+            codes, grid = self._codes(kind, *lead, rows, columns // 2), (rows, columns // BLOCK)
         else:
-            codes, grid = self._bytes(*lead, rows, columns, most=0x38), (rows // BLOCK, columns // BLOCK)
+            codes, grid = self._codes(kind, *lead, rows, columns), (rows // BLOCK, columns // BLOCK)
             codes = codes.view(torch.float8_e4m3fn)
         return Weight(codes, torch.full((*lead, *grid), exponent, dtype=torch.uint8, device=self.device), kind)
 
-    def _bytes(self, *shape: int, most: int) -> torch.Tensor:
-        return torch.randint(0, most, shape, generator=self.draw, device=self.device, dtype=torch.uint8)
+    def _codes(self, kind: str, *shape: int) -> torch.Tensor:
+        """Any byte is two FP4 values. FP8 values are below 1, of both signs: weights of one sign make all rows alike."""
+        codes = torch.randint(0, 256, shape, generator=self.draw, device=self.device, dtype=torch.uint8)
+        return codes if kind == "mxfp4" else (codes & 0x80) | (codes & 0x7F).remainder_(0x38)
 
 
 def build(config: ModelConfig, device: torch.device, graphs: bool = True, packed: bool = True) -> V41Gpu:
@@ -180,21 +190,50 @@ def step_bytes(model: V41Gpu, batch: int, context: int, chosen: list[int]) -> di
     return total
 
 
-def chosen_experts(model: V41Gpu, step: Callable[[], Any]) -> list[int]:
-    """Distinct experts that the rows of a step take, by layer: counted, for rows of random weights are no even draw."""
-    found, route, graphs = [], passes.route, model.graphs
+@contextlib.contextmanager
+def _routed(model: V41Gpu, look: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
+    """Uncaptured; every routing shows its experts [T, k] and the bias that helped to choose them."""
+    route, graphs = passes.route, model.graphs
 
-    def counted(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        experts, shares = route(*args, **options)
-        found.append(experts.unique().numel())
+    def shown(logits: torch.Tensor, bias: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        experts, shares = route(logits, bias, *rest, **options)
+        look(experts, bias)
         return experts, shares
 
-    passes.route, model.graphs = counted, False
+    passes.route, model.graphs = shown, False
     try:
-        step()
+        yield
     finally:
         passes.route, model.graphs = route, graphs
+
+
+def chosen_experts(model: V41Gpu, step: Callable[[], Any]) -> list[int]:
+    """Distinct experts that the rows of a step take, by layer: counted, for rows of random weights are no even draw."""
+    found: list[int] = []
+    with _routed(model, lambda experts, _: found.append(experts.unique().numel())):
+        step()
     return found
+
+
+def even_draw(count: int, top_k: int, rows: int) -> float:
+    """Distinct experts that `rows` rows take on average when each takes any `top_k` of `count`."""
+    return count * (1 - (1 - top_k / count) ** rows)
+
+
+def balance(model: V41Gpu, batch: int, rounds: int = 24) -> None:
+    """Move gate biases as training does without an auxiliary loss (DeepSeek-V3, 2.1.2): up where fewer rows than the mean come
+    to an expert, down where more do. On rows of its own, so that those that are timed are balanced only as text would be."""
+
+    def move(experts: torch.Tensor, bias: torch.Tensor) -> None:
+        load = torch.bincount(experts.flatten().long(), minlength=bias.numel()).float()
+        bias.add_(torch.sign(load.mean() - load), alpha=rate)
+
+    steps, rate = Steps(model, batch, min(256, model.max_model_len), seed=1), 0.05
+    with _routed(model, move):
+        for _ in range(rounds):
+            steps.redraw()
+            steps.issue()
+            rate *= 0.85
 
 
 def copy_rate(device: torch.device) -> float:
@@ -245,20 +284,51 @@ def _seconds(device: torch.device, run: Callable[[], Any], times: int) -> float:
 
 
 class Steps:
-    """`batch` sequences of `context` tokens and their next `rows` rows each, over and over. Cache and rings: random bytes."""
+    """`batch` sequences of `context` tokens and their next `rows` rows each, over and over. Tokens differ from row to row;
+    cache blocks, window records and pending rows hold normal values, drawn from a bank."""
 
-    def __init__(self, model: V41Gpu, batch: int, context: int, rows: int = 1) -> None:
-        self.model, self.context, self.rows = model, context, rows
-        blocks = -(-(context + rows) // model.spec.block_tokens)
-        self.kv = KVPool(model.spec, batch * blocks, device=str(model.device))
-        self.kv.data.random_(0x30, 0x40)  # every byte is a valid code, and a scale that is neither zero nor NaN
+    BANK = 256  # blocks
+
+    def __init__(self, model: V41Gpu, batch: int, context: int, rows: int = 1, seed: int = 0) -> None:
+        self.model, self.batch, self.context, self.rows = model, batch, context, rows
+        self.blocks = -(-(context + rows) // model.spec.block_tokens)
+        self.draw, self.tokens = torch.Generator(model.device).manual_seed(seed), np.random.default_rng(seed)
+        self.kv = KVPool(model.spec, batch * self.blocks, device=str(model.device))
         self.states = model.new_states(batch)
-        self.states.windows.random_(0x30, 0x40)
+        self._fill_cache()
+        self._fill_states()
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Other tokens."""
         self.segments = []
-        for slot in range(batch):
-            table, ids = list(range(slot * blocks, (slot + 1) * blocks)), [5 + (slot + i) % 100 for i in range(rows)]
-            outputs = range(context - 1, context - 1 + rows)
-            self.segments.append(Segment(slot, context - 1, ids, [3, 4, 5], table, outputs=outputs))
+        for slot in range(self.batch):
+            table = list(range(slot * self.blocks, (slot + 1) * self.blocks))
+            ids = self.tokens.integers(3, self.model.vocab_size, 3 + self.rows).tolist()
+            outputs = range(self.context - 1, self.context - 1 + self.rows)
+            self.segments.append(Segment(slot, self.context - 1, ids[3:], ids[:3], table, outputs=outputs))
+
+    def _fill_cache(self) -> None:
+        bank = KVPool(self.kv.spec, min(self.BANK, self.kv.num_blocks), device=str(self.kv.data.device))
+        for group in bank.spec.groups:
+            kind, layer = group.name.split(".")
+            paged = self.model._paged(bank, kind, int(layer))
+            entries = bank.num_blocks * paged.page_size
+            paged.write(torch.arange(entries, device=bank.data.device), self._normal(entries, paged.dim))
+        for part in self.kv.data.split(4096):
+            part.copy_(bank.data.index_select(0, self._any(bank.num_blocks, len(part))))
+
+    def _fill_states(self) -> None:
+        records = pack_window_record(self._normal(32 * self.BANK, self.model.config.head_dim))
+        for ring in self.states.windows:
+            ring.copy_(records.index_select(0, self._any(len(records), len(ring))))
+        self.states.pending.normal_(generator=self.draw)
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.draw, device=self.model.device)
+
+    def _any(self, most: int, count: int) -> torch.Tensor:
+        return torch.randint(0, most, (count,), generator=self.draw, device=self.model.device)
 
     def issue(self, batch: int | None = None) -> torch.Tensor:
         """One step of the first `batch` sequences; returns when the device has been told."""
@@ -303,10 +373,13 @@ def decode(model: V41Gpu, batch: int, context: int, rate: float, times: int, par
     }  # fmt: skip
     if device.type == "cuda":
         row["memory_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
-    row["experts"], row["bytes"] = chosen, needed
+    config = model.config
+    row["chosen"], row["even"] = chosen, even_draw(config.n_routed_experts, config.num_experts_per_tok, batch)
+    row["bytes"] = needed
     if parts and graph is not None:
         for name, measure in (
-            ("kernels_ms", lambda: by_kernel(device, graph.replay)),
+            ("one_stream_ms", lambda: one_stream(model, steps, hidden, times)),
+            ("kernels_ms", lambda: by_kernel(device, list(model.captured.values())[-1].replay)),
             ("parts_ms", lambda: by_part(model, steps.issue, times)),
         ):
             try:
@@ -315,6 +388,18 @@ def decode(model: V41Gpu, batch: int, context: int, rate: float, times: int, par
                 traceback.print_exc()
                 row[f"{name}_error"] = f"{type(error).__name__}: {str(error)[:300]}"
     return row
+
+
+def one_stream(model: V41Gpu, steps: Steps, hidden: torch.Tensor, times: int) -> float:
+    """Milliseconds of the same step, captured without streams beside the first."""
+    overlap, model.overlap = model.overlap, False
+    try:
+        model.captured.clear()
+        steps.issue()
+        graph = list(model.captured.values())[-1]
+        return _seconds(model.device, lambda: (graph.replay(), model.logits(hidden)), times) * 1e3
+    finally:
+        model.overlap = overlap
 
 
 def prefill(model: V41Gpu, tokens: int, chunk: int, rates: dict[str, float]) -> dict[str, Any]:
@@ -431,6 +516,21 @@ def arguments_for(program: str, text: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def use_tuned(path: str) -> int:
+    """Launch shapes of FP8 products from a file of `headrace.kernels.tune_decode --json`: how many there are."""
+    with open(path) as file:
+        rows = [row for row in json.load(file)["rows"] if row["kind"] == "fp8" and row["found"]]
+    best = {(row["batch"], row["n"], row["k"]): row["found"][0]["config"] for row in rows}
+    table = tuning.gemm_upcast
+
+    def chosen(name: str, m: int, n: int, k: int, invariant: bool) -> dict[str, int]:
+        known = None if invariant or name != "fp8_words" else best.get((m, n, k))
+        return known or table(name, m, n, k, invariant)
+
+    tuning.gemm_upcast = chosen
+    return len(best)
+
+
 def device_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -446,12 +546,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=4096, help="rows of a prefill step (default: 4096)")
     parser.add_argument("--tbs", type=float, default=0.0, help="TB/s of the roofline (default: a copy, measured)")
     parser.add_argument("--parts", type=numbers, default=[64, 256], help="batches whose device time is split up; 0: none")
+    parser.add_argument("--tuned", default="", help="take launch shapes of FP8 products from this file of tune_decode --json")
     options = parser.parse_args(arguments)
     device, rows = device_of(parser, options), Rows(options.json, options.budget)
+    if options.tuned:
+        print(f"{use_tuned(options.tuned)} launch shapes from {options.tuned}", file=sys.stderr)
     config = configure(SMALL if options.small else RELEASED, options.layers, options.experts)
     rate = options.tbs * 1e12 or (copy_rate(device) if device.type == "cuda" else 1e10)
     rates = matrix_rates(device) if device.type == "cuda" else {}
     model = build(config, device, not options.eager, not options.plain)
+    began = time.perf_counter()
+    balance(model, 256 if device.type == "cuda" else 16, 24 if device.type == "cuda" else 4)
+    forget(model)
+    print(f"gates balanced in {time.perf_counter() - began:.1f} s", file=sys.stderr)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     measured = {"tb_per_s": rate / 1e12, **{f"{name}_tflops": value / 1e12 for name, value in rates.items()}}
     shape = {"layers": options.layers, "experts": options.experts, "packed": not options.plain}

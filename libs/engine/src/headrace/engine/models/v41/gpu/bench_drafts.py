@@ -23,7 +23,7 @@ import torch
 from .... import bench_speculation
 from ....speculation import StepCurve
 from ....speculation_sim import BUDGETS, PROFILES, Machine, throughput
-from .bench import RELEASED, SMALL, Rows, Steps, arguments_for, build, configure, device_of, forget, numbers, wait
+from .bench import RELEASED, SMALL, Rows, Steps, arguments_for, balance, build, configure, device_of, forget, numbers, wait
 from .model import V41Gpu
 
 Curve = dict[int, float]
@@ -39,21 +39,22 @@ def curves(model: V41Gpu, batches: list[int], context: int, times: int, rows: Ro
     for size in [size for size in SIZES if size < most * window] + [most * window]:
 
         def one(size: int = size) -> dict[str, Any]:
-            sequences = size if size <= most else -(-size // window)
+            sequences = size if size <= most else size // window  # no more rows than a graph of this size has
             issue = (steps if size <= most else wide).issue
             count = size if size <= most else sequences * window
             forward[count] = _seconds(model, lambda: issue(sequences), times)
-            return {"ms": forward[count] * 1e3, "sequences": sequences}
+            return {"ms": forward[count] * 1e3, "sequences": sequences, "computed": count}
 
         rows.add({"curve": "forward", "rows": size}, one)
     draft: Curve = {}
     steps.issue()
     positions = [context] * most
+    anchors = [segment.ids[-1] for segment in steps.segments]
     for size in sorted({*(s for s in SIZES if s < most), most}):
 
         def one(size: int = size) -> dict[str, Any]:
             def issue() -> None:
-                model.draft(range(size), [5] * size, positions[:size], steps.states, lambda _, logits: logits.argmax(-1))
+                model.draft(range(size), anchors[:size], positions[:size], steps.states, lambda _, logits: logits.argmax(-1))
 
             draft[size] = _seconds(model, issue, times)
             return {"ms": draft[size] * 1e3}
@@ -100,6 +101,8 @@ def main(arguments: list[str] | None = None) -> int:
     device, rows = device_of(parser, options), Rows(options.json, options.budget)
     config = configure(SMALL if options.small else RELEASED, options.layers, options.experts, draft=True)
     model = build(config, device, not options.eager, not options.plain)
+    balance(model, 256 if device.type == "cuda" else 4, 24 if device.type == "cuda" else 1)
+    forget(model)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     rows.say({"card": card, "torch": torch.__version__, "layers": options.layers, "experts": options.experts,
               "context": options.context, "draft_block": model.draft_block})  # fmt: skip

@@ -21,10 +21,9 @@ from headrace.kernels.indexer import CANDIDATE_BLOCK, block_max, index_scores
 from headrace.kernels.kv_layouts import PagedKV
 from headrace.kernels.kv_store import kv_store
 from headrace.kernels.mhc import mhc_coefficients, mhc_pass
-from headrace.kernels.quantize import round_fp4_ue8m0
 from headrace.kernels.rmsnorm import rmsnorm
-from headrace.kernels.rope import rope, rope_tables
-from headrace.kernels.routing import ALIGNMENT, combine, permute, plan_rows, route
+from headrace.kernels.rope import rope, rope_fp4, rope_tables
+from headrace.kernels.routing import ALIGNMENT, combine, permute, plan_choices, route
 from headrace.kernels.sparse_attention import sparse_attention
 from headrace.kernels.swiglu import swiglu
 from headrace.kernels.topk import topk
@@ -40,6 +39,7 @@ from ..images import hashed_ids, image_values
 from ..layers import rope_frequencies
 from ..model import check_batch
 from ..rows import Piece, piece_of, row_zero
+from .beside import Beside
 from .draft import Draft, block_rows, block_values
 from .graph import Graph, Images, Inputs, Value, staged
 from .rows import Copies, GpuRows, HostRows, host_rows
@@ -121,6 +121,8 @@ class V41Gpu:
         self.ngrams, self.readers, self.mtp = ngrams, readers, draft
         self.frequencies = {kind: rope_frequencies(c, kind).to(device) for kind in (False, True)}
         self.captured: dict[tuple, Graph] = {}
+        self.overlap = True  # whether captured passes use the streams below
+        self.mixing, self.aside = Beside(device, 1), Beside(device, 2)
 
     @property
     def draft_block(self) -> int:
@@ -194,7 +196,8 @@ class V41Gpu:
         for i, stage in enumerate(self.mtp.stages):
             x, u, parts = self._mhc(x, expand, pre, stage.attn_mix.fn)
             next_pre, post, comb = self._coefficients(parts, stage.attn_mix)
-            q, _, kv = self._query(stage.attn, rmsnorm(u, stage.attn_norm, c.rms_norm_eps), phases)
+            qr, kv = self._latent(stage.attn, rmsnorm(u, stage.attn_norm, c.rms_norm_eps))
+            q = self._query(stage.attn, qr, phases)
             window = states.window_kv(c.num_hidden_layers + i)
             kv_store(kv, window, rows.own, stage.attn.kv_norm, c.rms_norm_eps, phases)
             o, _ = sparse_attention(
@@ -315,7 +318,11 @@ class V41Gpu:
 
         def run(ids: torch.Tensor, matrix: torch.Tensor, tables: torch.Tensor, *memory: torch.Tensor) -> torch.Tensor:
             rows = self._rows(host, matrix, tables, states)
-            return self.run(Inputs(ids, rows, dict(zip(layers, memory, strict=True))), kv, states)
+            self.mixing.on = self.aside.on = self.overlap
+            try:
+                return self.run(Inputs(ids, rows, dict(zip(layers, memory, strict=True))), kv, states)
+            finally:
+                self.mixing.off(), self.aside.off()
 
         layers = list(memory)
         return self._captured(key, run, [ids, host.matrix, tables, *memory.values()])
@@ -345,10 +352,10 @@ class V41Gpu:
                 x, expand = self._mhc(x, expand)[0] if expand else x, None
                 x = self._engram(layer, x, memory[index], inside)
             x, u, parts = self._mhc(x, expand, pre, layer.attn_mix.fn)
-            next_pre, post, comb = self._coefficients(parts, layer.attn_mix)
+            next_pre, post, comb = self.mixing.run(self._coefficients, parts, layer.attn_mix)
             u = rmsnorm(u, layer.attn_norm, c.rms_norm_eps)
             if layer.attn.source is not None:
-                self._write_source(index, layer.attn, u, rows, kv, states)
+                self.aside.run(self._write_source, index, layer.attn, u, rows, kv, states)
             if index == until:
                 return None
             if index == c.cut_layer and inputs.decoder is not None:
@@ -363,9 +370,11 @@ class V41Gpu:
             if index == c.cut_layer:
                 selection = Selection()
             o = self._attention(index, layer.attn, u, rows, tables[c.compress_ratios[index] > 0], selection, kv, states)
+            self.mixing.join()
             x, u, parts = self._mhc(x, (o, post, comb), next_pre, layer.ffn_mix.fn)
-            pre, post, comb = self._coefficients(parts, layer.ffn_mix)
+            pre, post, comb = self.mixing.run(self._coefficients, parts, layer.ffn_mix)
             o = self._experts(layer.ffn, rmsnorm(u, layer.ffn_norm, c.rms_norm_eps), rows.live, inside)
+            self.mixing.join()
             expand = o, post, comb
         if self.mtp is not None:
             ordered = [taps[layer] for layer in c.dspark_target_layer_ids]
@@ -409,16 +418,11 @@ class V41Gpu:
     ) -> torch.Tensor:
         """u bf16 [padded, d] -> [padded, d]."""
         c = self.config
-        q, qr, own = self._query(attn, u, phases)
+        qr, own = self._latent(attn, u)
         window = states.window_kv(index)
-        if rows.copies is not None:
-            _copy(states.windows[index], rows.copies.history_from, rows.copies.history_to)
-        kv_store(own, window, rows.window_store, attn.kv_norm, c.rms_norm_eps, phases)
-        if attn.selector is not None:
-            selection.numbers[index] = self._select(index, attn, u, qr, rows, phases, selection, kv)
-        extra, entries = None, None
-        if c.compress_ratios[index]:
-            extra, entries = self._chosen(index, rows, selection, kv)
+        extra, entries = self.aside.run(self._prepare, index, attn, u, qr, own, rows, phases, selection, kv, states)
+        q = self._query(attn, qr, phases)
+        self.aside.join()
         out, _ = sparse_attention(
             q, window, rows.window_index, c.head_dim**-0.5, extra, entries, attn.sink, phases, self.batch_invariant
         )
@@ -426,24 +430,48 @@ class V41Gpu:
             _copy(states.windows[index], rows.copies.keep_from, rows.copies.keep_to)
         return self._project(attn, out)
 
-    def _query(
-        self, attn: Attention, u: torch.Tensor, phases: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """u bf16 [T, d] -> queries [T, H, D], rotated; their latent [T, q_lora_rank]; window KV [T, D] before norm and RoPE."""
+    def _prepare(
+        self,
+        index: int,
+        attn: Attention,
+        u: torch.Tensor,
+        qr: torch.Tensor,
+        own: torch.Tensor,
+        rows: GpuRows,
+        phases: tuple[torch.Tensor, torch.Tensor],
+        selection: Selection,
+        kv: KVPool,
+        states: GpuStatePool,
+    ) -> tuple[PagedKV | None, torch.Tensor | None]:
+        """What attention reads besides queries: window KV is written, compressed entries are chosen."""
+        c = self.config
+        if rows.copies is not None:
+            _copy(states.windows[index], rows.copies.history_from, rows.copies.history_to)
+        kv_store(own, states.window_kv(index), rows.window_store, attn.kv_norm, c.rms_norm_eps, phases)
+        if attn.selector is not None:
+            selection.numbers[index] = self._select(index, attn, u, qr, rows, phases, selection, kv)
+        return self._chosen(index, rows, selection, kv) if c.compress_ratios[index] else (None, None)
+
+    def _latent(self, attn: Attention, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """u bf16 [T, d] -> the queries' latent [T, q_lora_rank]; window KV [T, D] before norm and RoPE."""
         c = self.config
         first = attn.first(u, invariant=self.batch_invariant)
         latent, own = first.split([c.q_lora_rank, c.head_dim], dim=1)
-        qr = rmsnorm(latent, attn.q_norm, c.rms_norm_eps)
-        q = attn.wq(qr, invariant=self.batch_invariant).view(-1, c.num_attention_heads, c.head_dim)
-        return rope(q, *phases), qr, own
+        return rmsnorm(latent, attn.q_norm, c.rms_norm_eps), own
+
+    def _query(self, attn: Attention, qr: torch.Tensor, phases: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Queries [T, H, D], rotated."""
+        c = self.config
+        return rope(attn.wq(qr, invariant=self.batch_invariant).view(-1, c.num_attention_heads, c.head_dim), *phases)
 
     def _project(self, attn: Attention, out: torch.Tensor) -> torch.Tensor:
         """[padded, H, D] -> [padded, d]: per group of heads, then all groups."""
-        c, rows = self.config, out.shape[0]
-        grouped = out.view(rows, c.o_groups, -1).transpose(0, 1).contiguous()
-        counts = torch.full((c.o_groups,), rows, dtype=torch.int32, device=self.device)
-        low = _grouped(attn.wo_a, grouped, counts=counts, invariant=self.batch_invariant)  # [groups, rows, rank]
-        return attn.wo_b(low.transpose(0, 1).reshape(rows, -1), invariant=self.batch_invariant)
+        c, rows, first = self.config, out.shape[0], attn.wo_a
+        low = gemm_upcast(
+            out.view(rows, c.o_groups, -1), first.data, first.scale, first.name, batch_invariant=self.batch_invariant,
+            side_by_side=True,
+        )  # fmt: skip
+        return attn.wo_b(low.view(rows, -1), invariant=self.batch_invariant)
 
     def _write_source(
         self, index: int, attn: Attention, u: torch.Tensor, rows: GpuRows, kv: KVPool, states: GpuStatePool
@@ -492,7 +520,7 @@ class V41Gpu:
             numbers = torch.arange(most, dtype=torch.int32, device=self.device)
             return numbers.expand(rows.padded, -1).masked_fill(numbers >= visible.unsqueeze(1), -1)
         q = attn.selector.wq(qr, invariant=self.batch_invariant).view(-1, c.index_n_heads, c.index_head_dim)
-        q = round_fp4_ue8m0(rope(q, *phases)).to(self.dtype)
+        q = rope_fp4(q, *phases)
         weights = attn.selector.weights(u, torch.float32, self.batch_invariant)
         weights = weights * (c.index_head_dim**-0.5 * c.index_n_heads**-0.5)
         keys = self._paged(kv, "index", c.kv_owner(index))
@@ -523,36 +551,37 @@ class V41Gpu:
     ) -> torch.Tensor:
         """[T, d] -> [T, d]; rows that are not `live` reach no routed expert; rows `inside` an image have their own bias."""
         c, invariant = self.config, self.batch_invariant
+        shared = self.aside.run(self._shared, ffn, x)
         logits = ffn.gate(x, torch.float32, invariant)
         bias = ffn.bias if inside is None else torch.where(inside.unsqueeze(1), ffn.bias_vl, ffn.bias)
-        experts, weights = route(logits, bias, ffn.top_k, scale=c.routed_scaling_factor)
-        experts = experts if live is None else experts.masked_fill(~live.unsqueeze(1), -1)
+        experts, weights = route(logits, bias, ffn.top_k, scale=c.routed_scaling_factor, live=live)
         tile = ALIGNMENT if invariant else _tile(cdiv(2 * experts.numel(), ffn.count))
-        row_of_choice, group_of_row, _ = plan_rows(experts, ffn.count, tile)
-        capacity = group_of_row.shape[0]
-        spread = torch.zeros(capacity + 1, device=self.device)
-        spread[row_of_choice.flatten().long()] = weights.flatten()  # -1 is the spare last place
-        grouped = permute(x, row_of_choice, capacity)
+        row_of_choice, group_of_row, weight_of_row = plan_choices(experts, weights, ffn.count, tile)
+        grouped = permute(x, row_of_choice, group_of_row.shape[0])
         hidden = _grouped(ffn.w_in, grouped, group_of_row=group_of_row, tile=tile, invariant=invariant)
-        hidden = swiglu(hidden, c.swiglu_limit, spread[:-1])
+        hidden = swiglu(hidden, c.swiglu_limit, weight_of_row, group_of_row=group_of_row)
         routed = _grouped(ffn.w_out, hidden, group_of_row=group_of_row, tile=tile, invariant=invariant)
-        shared = ffn.shared_out(swiglu(ffn.shared_in(x, invariant=invariant), c.swiglu_limit), invariant=invariant)
+        self.aside.join()
         return combine(routed, row_of_choice, None, shared)
+
+    def _shared(self, ffn: Experts, x: torch.Tensor) -> torch.Tensor:
+        """The expert that every row takes: [T, d] -> [T, d]."""
+        invariant = self.batch_invariant
+        return ffn.shared_out(swiglu(ffn.shared_in(x, invariant=invariant), self.config.swiglu_limit), invariant=invariant)
 
 
 def _grouped(
     weight: Weight,
     x: torch.Tensor,
     *,
-    group_of_row: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
-    tile: int | None = None,
+    group_of_row: torch.Tensor,
+    tile: int,
     invariant: bool = False,
 ) -> torch.Tensor:
     """`tile`: what a group's rows begin at multiples of, and about as many as a group has."""
     return gemm_upcast(
-        x, weight.data, weight.scale, weight.name, group_of_row=group_of_row, counts=counts, expected_rows=tile,
-        alignment=tile or ALIGNMENT, batch_invariant=invariant,
+        x, weight.data, weight.scale, weight.name, group_of_row=group_of_row, expected_rows=tile, alignment=tile,
+        batch_invariant=invariant,
     )  # fmt: skip
 
 

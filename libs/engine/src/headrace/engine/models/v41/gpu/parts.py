@@ -23,8 +23,8 @@ from .model import V41Gpu
 # Functions that `model` calls -> the component that they are.
 PARTS = {
     "sparse_attention": "attention", "kv_store": "cache writes", "index_scores": "index scores", "block_max": "top-k",
-    "topk": "top-k", "round_fp4_ue8m0": "FP4 rounding", "mhc_pass": "mHC", "mhc_coefficients": "mHC", "engram_gate": "Engram",
-    "route": "routing", "plan_rows": "routing", "permute": "routing", "combine": "routing", "swiglu": "SwiGLU",
+    "topk": "top-k", "rope_fp4": "FP4 rounding", "mhc_pass": "mHC", "mhc_coefficients": "mHC", "engram_gate": "Engram",
+    "route": "routing", "plan_choices": "routing", "permute": "routing", "combine": "routing", "swiglu": "SwiGLU",
     "rmsnorm": "norms", "rope": "RoPE", "rope_tables": "RoPE", "embedding": "embedding", "_positions_in": "top-k",
 }  # fmt: skip
 
@@ -81,9 +81,11 @@ def _marked(marks: Marks) -> Iterator[None]:
 
 
 def by_part(model: V41Gpu, step: Callable[[], Any], times: int) -> dict[str, float]:
-    """Milliseconds of each component in a replay of the pass that `step` runs (logits not included); the number of calls."""
-    marks, device = Marks(model.device), model.device
+    """Milliseconds of each component in a replay of the pass that `step` runs (logits not included), all on one stream; the
+    number of calls."""
+    marks, device, overlap = Marks(model.device), model.device, model.overlap
     model.captured.clear()
+    model.overlap = False  # of calls that run beside each other, times are not a sum
     with _marked(marks):
         if device.type == "cuda":
             step()
@@ -104,6 +106,7 @@ def by_part(model: V41Gpu, step: Callable[[], Any], times: int) -> dict[str, flo
                 step()
                 wholes.append((time.perf_counter() - start) * 1e3)
             runs.append(marks.milliseconds())
+    model.overlap = overlap
     out = {part: statistics.median(run[part] for run in runs) for part in runs[0]}
     out = dict(sorted(out.items(), key=lambda item: -item[1]))
     whole = statistics.median(wholes)
