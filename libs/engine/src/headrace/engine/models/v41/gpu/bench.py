@@ -511,6 +511,7 @@ def arguments_for(program: str, text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no new row begins (default: no end)")
     parser.add_argument("--plain", action="store_true", help="weights as they are stored, not packed as the loader does")
     parser.add_argument("--eager", action="store_true", help="without captured graphs: to find out what fails")
+    parser.add_argument("--one-stream", action="store_true", help="nothing runs beside the captured pass: to find out what fails")
     parser.add_argument("--small", action="store_true", help="the smallest dimensions: only to try the command")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     return parser
@@ -555,13 +556,14 @@ def main(arguments: list[str] | None = None) -> int:
     rate = options.tbs * 1e12 or (copy_rate(device) if device.type == "cuda" else 1e10)
     rates = matrix_rates(device) if device.type == "cuda" else {}
     model = build(config, device, not options.eager, not options.plain)
+    model.overlap = not options.one_stream
     began = time.perf_counter()
     balance(model, 256 if device.type == "cuda" else 16, 24 if device.type == "cuda" else 4)
     forget(model)
     print(f"gates balanced in {time.perf_counter() - began:.1f} s", file=sys.stderr)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     measured = {"tb_per_s": rate / 1e12, **{f"{name}_tflops": value / 1e12 for name, value in rates.items()}}
-    shape = {"layers": options.layers, "experts": options.experts, "packed": not options.plain}
+    shape = {"layers": options.layers, "experts": options.experts, "packed": not options.plain, "overlap": model.overlap}
     rows.say({"card": card, "torch": torch.__version__} | shape | measured)
     for context in options.context:
         for batch in options.batch:

@@ -101,6 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     device, rows = device_of(parser, options), Rows(options.json, options.budget)
     config = configure(SMALL if options.small else RELEASED, options.layers, options.experts, draft=True)
     model = build(config, device, not options.eager, not options.plain)
+    model.overlap = not options.one_stream
     balance(model, 256 if device.type == "cuda" else 4, 24 if device.type == "cuda" else 1)
     forget(model)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
