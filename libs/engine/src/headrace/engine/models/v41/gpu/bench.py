@@ -511,7 +511,7 @@ def arguments_for(program: str, text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no new row begins (default: no end)")
     parser.add_argument("--plain", action="store_true", help="weights as they are stored, not packed as the loader does")
     parser.add_argument("--eager", action="store_true", help="without captured graphs: to find out what fails")
-    parser.add_argument("--one-stream", action="store_true", help="nothing runs beside the captured pass: to find out what fails")
+    parser.add_argument("--one-stream", action="store_true", help="nothing runs beside a captured pass, as above")
     parser.add_argument("--small", action="store_true", help="the smallest dimensions: only to try the command")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     return parser
