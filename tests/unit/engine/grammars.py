@@ -70,8 +70,8 @@ def nested(depth: int) -> Any:
     return schema
 
 
-def many(count: int, required: bool) -> Any:
-    names = [f"p{i}" for i in range(count)]
+def many(count: int, required: bool, prefix: str = "p") -> Any:
+    names = [f"{prefix}{i}" for i in range(count)]
     schema = {"type": "object", "properties": {n: {"type": "string"} for n in names}, "additionalProperties": False}
     return schema | {"required": names} if required else schema
 
@@ -95,6 +95,7 @@ HOSTILE: dict[str, str] = {
         "huge": json.dumps({"enum": [f"value {i}" for i in range(40_000)]}),
         "many words": {"enum": [f"v{i}" for i in range(10_000)]},
         "many optional properties": many(1500, False),
+        "wide in the middle": {"anyOf": [closed({"a": many(30, False, f"{i}-")}) for i in range(30)]},
         "many required properties": many(3000, True),
         "many alternatives": {"anyOf": [closed({"a": {"const": i}, "b": {"type": "string"}}) for i in range(800)]},
         "products": {"allOf": _CHOICES},

@@ -24,6 +24,8 @@ OPTIONS = ConversionOptions(models={"m": "v41", "m4": "v4"})
 PERSON = closed({"name": {"type": "string", "minLength": 1, "maxLength": 4}, "age": {"type": "integer", "maximum": 9}})
 
 PARAMETERS = {
+    "many words": closed({"a": {"enum": [f"v{i}" for i in range(2500)]}}),
+    "like control tokens": closed({"a": {"enum": ["</think>", "a｜DSML｜b", "</｜DSML｜"]}, "b": {"const": "</think>"}}),
     "texts": closed({"a": {"type": "string", "maxLength": 6}, "b": {"enum": ["x", "</y", 'q"\n']}, "c": {"const": "only"}}),
     "json": closed({"n": {"type": "integer", "minimum": 5}, "l": {"type": "array", "items": PERSON, "maxItems": 2}}),
     "mixed": closed({
@@ -209,10 +211,10 @@ def test_strict_formats_are_closed(grammars):
         ({"structured_outputs": {"regex": "x"}}, "regex", "x"),
         ({"structured_outputs": {"json": '{"type": "null"}'}}, "json_schema", '{"type":"null"}'),
         ({"structured_outputs": {"json_object": True}}, "json_schema", '{"type":"object"}'),
-        ({"structured_outputs": {"choice": ["yes", 'n"o', "yes"]}}, "lark", 'start: "yes" | "n\\"o"'),
+        ({"structured_outputs": {"choice": ["yes", 'n"o', "yes"]}}, "lark", 'start: CHOICE\nCHOICE: "yes" | "n\\"o"'),
         ({"structured_outputs": {"grammar": "start: /a+/"}}, "lark", "start: /a+/"),
         ({"guided_json": {}}, "json_schema", "{}"),
-        ({"guided_choice": ["ü"]}, "lark", 'start: "ü"'),
+        ({"guided_choice": ["ü"]}, "lark", 'start: CHOICE\nCHOICE: "ü"'),
     ],
 )  # fmt: skip
 def test_other_spellings(grammars, body, kind, text):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.engine.api import Grammar
 from headrace.engine.grammar import KEPT, GrammarError, Grammars
+from headrace.recipe.protocol.demands import structured
 
 from .grammars import EOS, HOSTILE, SCHEMAS, closed, draw, small_grammars, tokens_of
 
@@ -98,6 +99,27 @@ def test_text_holds_no_control_token(grammars, large):
         matcher = each.matcher(schema({"type": "string"}))
         assert matcher.accept(each._tokenizer.tokenize_str('"x')) > 0
         assert len(added) > 20 and not added & {*tokens_of(matcher.mask()).tolist()}
+
+
+@pytest.mark.parametrize("vocabulary", ["grammars", "large"])
+@pytest.mark.parametrize("token", ["</think>", "<｜end▁of▁sentence｜>", "｜DSML｜"])
+def test_forced_text_that_reads_like_a_control_token_is_spelled(vocabulary, token, request):
+    grammars = request.getfixturevalue(vocabulary)
+    named = closed({token: {"enum": [f"a{token}b", token + token]}})
+    wanted = {
+        Grammar("regex", token): token,
+        Grammar("regex", f"a{token}b"): f"a{token}b",
+        Grammar("lark", f'start: "a" "{token}" /b/'): f"a{token}b",
+        Grammar("lark", f'start: "a" "{token[:2]}" "{token[2:]}"'): f"a{token}",
+        schema({"const": token}): json.dumps(token, ensure_ascii=False),
+    }
+    for grammar in (*wanted, schema(named)):
+        out, whole = draw(grammars.matcher(grammar), np.random.default_rng(1), 200)
+        assert whole and not any(map(grammars._tokenizer.is_special_token, out))
+        if grammar in wanted:
+            assert spelled(out, grammars) == wanted[grammar]
+        else:
+            jsonschema.validate(json.loads(spelled(out, grammars)), named)
 
 
 def test_it_begins_after_its_token(grammars):
@@ -197,6 +219,62 @@ def test_the_reason_names_the_place(grammars, value, place):
         grammars.compile(schema(value))
     with pytest.raises(GrammarError, match=place):
         grammars.compile(schema(value))
+
+
+def openly(count: int) -> list[dict]:
+    return [{"type": "object", "properties": {"a": {"const": i}}, "required": ["a"]} for i in range(count)]
+
+
+def left_out(count: int, *required: str) -> dict:
+    names = {f"p{i}": {} for i in range(count)}
+    return {"type": "object", "properties": names, "required": list(required), "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "value, why",
+    [
+        ({"anyOf": openly(2001)}, "#/anyOf: 2,001 alternatives are 2,001 ways to go on at once or more; at most 2,000"),
+        ({"anyOf": [{"type": "null"}, *openly(2001)]}, "#/anyOf: 2,002 alternatives are 2,001 ways"),
+        (closed({"b": {"type": "array", "items": {"anyOf": openly(2001)}}}), "#/properties/b/items/anyOf: 2,001 alternatives"),
+        ({"$defs": {"k": {"anyOf": openly(2001)}}, **closed({"y": {"$ref": "#/$defs/k"}})}, r"#/\$defs/k/anyOf: 2,001 alter"),
+        ({"anyOf": [{"type": "object", "properties": {"a": {}}} for _ in range(300)]}, "#/anyOf: 300 alternatives are 3,300"),
+        ({"anyOf": [{"anyOf": openly(900)} for _ in range(3)]}, "#/anyOf: 3 alternatives are 2,700 ways"),
+        (left_out(600), "#/properties: 600 properties in a row that may be left out are 2,399 ways"),
+        (left_out(600, "p0"), "#/properties: 599 properties in a row that may be left out are 2,395 ways"),
+        (left_out(3000), "#/properties: 3,000 properties in a row that may be left out are 9,000 ways to go on at once or"),
+    ],
+)  # fmt: skip
+def test_what_is_too_wide_to_be_followed_is_refused_with_its_number(grammars, value, why):
+    """Wherever it stands, and before anything is computed: an output would end there with an error."""
+    with pytest.raises(GrammarError, match=why):
+        grammars.compile(schema(value))
+    with pytest.raises(GrammarError, match=f"a schema in the grammar can't be followed at {why}"):
+        grammars.compile(Grammar("lark", f'start: "x" %json {json.dumps(value)}'))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"enum": [f"v{i}" for i in range(5000)]},
+        {"anyOf": [{"const": f"v{i}"} for i in range(2500)]},
+        {"anyOf": openly(1900)},
+        left_out(490),
+        left_out(1500, *(f"p{i}" for i in range(0, 1500, 3))),
+    ],
+)
+def test_what_is_as_wide_as_can_be_is_followed(grammars, value):
+    assert draw(grammars.matcher(schema(value)), np.random.default_rng(0), 60)[0]
+
+
+@pytest.mark.parametrize("count", [2, 4096])
+def test_any_number_of_choices(grammars, count):
+    texts = ["a", "ab", *(f"v{i}" for i in range(count - 2))]
+    wanted = structured({"structured_outputs": {"choice": texts}})
+    drawn = {spelled(draw(grammars.matcher(Grammar(wanted.kind, wanted.value)), np.random.default_rng(i), 20)[0], grammars)
+             for i in range(20)}  # fmt: skip
+    assert drawn <= set(texts) and len(drawn) > 1
+    with pytest.raises(GrammarError, match=r"begins with 2,001 ways to go on at once; .*as one terminal"):
+        grammars.compile(Grammar("lark", "start: " + " | ".join(f'"v{i}"' for i in range(2000))))
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_log_probabilities_are_the_models_own(grammars):
 
 
 def test_a_grammar_that_grows_too_complex_ends_its_own_request(grammars):
-    bad = Grammar("json_schema", HOSTILE["many optional properties"])
+    bad = Grammar("json_schema", HOSTILE["wide in the middle"])
     core = engine(grammars)
     answers = collect(core, [request("bad", grammar=bad, n=2), request("good", grammar="closed")])
     assert answers[0].error.startswith("grammar: the grammar is too complex to go on")

@@ -360,7 +360,12 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(cluster):
     async with cluster.session.get("/v1/models") as reply:
         limit = (await reply.json())["data"][0]["max_model_len"]
     text = "a" * (16 * limit + 1)
+    schema = {"type": "object", "description": text[: 200_000]}
+    hello = {"messages": [{"role": "user", "content": "hi"}]}
+    tool = {"type": "function", "function": {"name": "f", "description": text}}
     for path, body in (
+        ("/v1/chat/completions", {**hello, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}),
+        ("/v1/chat/completions", {**hello, "tools": [tool]}),
         ("/v1/completions", {"prompt": text}),
         ("/v1/completions", {"prompt": [5] * (limit + 1)}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
@@ -369,6 +374,8 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(cluster):
         async with cluster.session.post(path, json=body) as reply:
             message = (await reply.json())["error"]["message"]
             assert reply.status == 400 and "maximum context length" in message, (path, message)
+            for part, named in (("response_format", "the response format's schema"), ("tools", "the definitions of 1 tool ")):
+                assert (part in body) == (named in message), message
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "zork"])

@@ -74,7 +74,7 @@ def test_structured_outputs_in_every_protocol(protocol):
         constraint = ask(protocol, **spelled).output_constraint
         assert (constraint.kind, constraint.original) == ("json", {"type": "null"})
     assert ask(protocol, structured_outputs={"regex": "a+"}).output_constraint.kind == "regex"
-    assert ask(protocol, guided_choice=["a", "b"]).output_constraint.schema == 'start: "a" | "b"'
+    assert ask(protocol, guided_choice=["a", "b"]).output_constraint.schema == 'start: CHOICE\nCHOICE: "a" | "b"'
     assert ask(protocol).output_constraint is None
 
 

@@ -136,6 +136,21 @@ def test_max_tokens_resolution():
         chat.parse(body(max_tokens=7)).resolve_max_tokens(100, 50)
 
 
+def test_what_is_too_long_beside_the_messages_is_named_with_its_size():
+    schema = {"type": "object", "properties": {"a": {"description": "x" * 1000}}}
+    text = json.dumps(schema, separators=(",", ":"))
+    parsed = chat.parse(body(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}))
+    named = rf"{len(text):,} characters of the prompt are the response format's schema .*structured_outputs\.grammar, `start"
+    with pytest.raises(RecipeError, match=named):
+        parsed.resolve_max_tokens(100, 50)
+    tool = {"type": "function", "function": {"name": "f", "description": "yyy", "parameters": schema}}
+    parsed = chat.parse(body(tools=[tool, {**tool, "function": {**tool["function"], "name": "g"}}]))
+    with pytest.raises(RecipeError, match=f"{2 * len(text) + 6:,} characters of the prompt are the definitions of 2 tools"):
+        parsed.resolve_max_tokens(100, 50)
+    assert parsed.resolve_max_tokens(100, 1000) == 900
+    assert chat.parse(body()).told_beside() == ""
+
+
 def test_completions(tokenizer):
     parsed = completions.parse({"model": MODEL, "prompt": "def f(", "suffix": "\n", "logprobs": 2, "stop": "x"})
     ids = completions.prompt_ids(parsed.prompts[0], tokenizer, parsed.extras["suffix"])

@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from tokenizers import Tokenizer
 
 from . import api
+from .alternatives import MAX_WAYS, Wide, children, fragments, overflow, wide_places
 
 MAX_TEXT = 256 << 10  # characters of a grammar
 KEPT, KEPT_TEXT = 256, 16 << 20  # compiled grammars kept, and characters of all of them
@@ -36,11 +38,7 @@ MAX_MULTIPLE = 50_000  # least common multiple of a schema's `multipleOf`: an au
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"  # between JSON's tokens: a model can't fill its answer with it
 TRIALS = 64  # parts of a wrong schema that are tried to find the wrong one
 
-_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
-_SINGLE = ("items", "additionalProperties")
-
+_LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=MAX_WAYS, verbose_errors=False)
 
 Rule = tuple[np.ndarray | None, tuple[int, ...]]  # the bits allowed (None: all), and tokens that are not
 
@@ -240,12 +238,30 @@ class Walk:
 # ------------------------------------------------------------------ vocabulary
 
 
+class _Text:
+    """What llguidance asks of a tokenizer. Text that it finds forced is spelled in ordinary tokens, also where it reads like a
+    control token's: by itself llguidance would take that token, and then refuse it, for control tokens are never text."""
+
+    def __init__(self, definition: str, vocabulary: LLTokenizer, eos: tuple[int, ...]) -> None:
+        self._tokenizer = Tokenizer.from_str(definition)
+        self._tokenizer.encode_special_tokens = True
+        self.eos_token_id, self.bos_token_id = eos[0], None
+        self.tokens = [vocabulary.decode_bytes([token]) for token in range(vocabulary.vocab_size)]
+        self.special_token_ids = [token for token in range(vocabulary.vocab_size) if vocabulary.is_special_token(token)]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode(), add_special_tokens=False).ids
+
+
 def _load(path: Path, vocab_size: int, eos: tuple[int, ...]) -> LLTokenizer:
     """Added tokens are control, never text, whatever the file says of them: no string of an answer may hold one."""
     try:
         definition = json.loads(path.read_text("utf-8"))
         definition["added_tokens"] = [{**token, "special": True} for token in definition.get("added_tokens", [])]
-        return LLTokenizer(json.dumps(definition), n_vocab=vocab_size, eos_token=list(eos), slices=LLTokenizer.json_slices())
+        text = json.dumps(definition)
+        vocabulary = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos), slices=[])  # knows the bytes of every id
+        wrapper = TokenizerWrapper(_Text(text, vocabulary, eos))
+        return LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(eos), slices=LLTokenizer.json_slices())
     except FileNotFoundError:
         raise GrammarError(f"{path} does not exist: without the tokenizer no output can follow a grammar") from None
     except Exception as error:  # llguidance raises what it meets
@@ -261,12 +277,17 @@ def _compile(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
     if kind == "json_schema":
         text = "{}" if text.strip() == "true" else text
         schema = _schema(text)
+    wide = [(part, place) for part in _schemas(kind, text) for place in wide_places(part)]
+    for _, place in wide:
+        if place.least > MAX_WAYS:  # known beforehand: what is so wide takes many seconds to compile
+            raise _too_wide(kind, place, place.least, more=True)
     source = _source(kind, text)
     matcher = LLMatcher(tokenizer, source, limits=_LIMITS, log_level=0)
     if not matcher.is_error():
         probe = matcher.deep_copy()
         probe.compute_bitmask()
         if not probe.is_error():
+            _refuse_wide(tokenizer, matcher, kind, wide)
             return matcher
         reason = _reason(probe.get_error())
     else:
@@ -274,6 +295,34 @@ def _compile(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
     if kind != "json_schema":
         raise GrammarError(f"the {'regular expression' if kind == 'regex' else 'grammar'} can't be followed: {reason}")
     raise GrammarError(f"the schema can't be followed at {_place(schema, reason)}: {reason}")
+
+
+def _schemas(kind: str, text: str) -> list[dict[str, Any]]:
+    """The JSON schemas that a grammar holds."""
+    return [json.loads(text)] if kind == "json_schema" else list(fragments(text)) if kind == "lark" else []
+
+
+def _refuse_wide(tokenizer: LLTokenizer, matcher: LLMatcher, kind: str, wide: list[tuple[dict[str, Any], Wide]]) -> None:
+    """Raises GrammarError where an output would end at a place that has more ways than are followed."""
+    for part, place in wide:
+        text = json.dumps(_alone(place.schema, part))
+        alone = LLMatcher(tokenizer, _source("json_schema", text), limits=_LIMITS, log_level=0)
+        if ways := overflow(alone, tokenizer):
+            raise _too_wide(kind, place, ways)
+    if ways := overflow(matcher, tokenizer):
+        raise GrammarError(f"the grammar can't be followed: it begins with {ways:,} ways to go on at once; at most "
+                           f"{MAX_WAYS:,} are accepted: in Lark, write fixed texts as one terminal "
+                           '(`WORD: "a" | "b"`)')  # fmt: skip
+
+
+def _too_wide(kind: str, place: Wide, ways: int, more: bool = False) -> GrammarError:
+    what = "the schema" if kind == "json_schema" else "a schema in the grammar"
+    return GrammarError(f"{what} can't be followed at {place.place}: {place.reason(ways, more)}")
+
+
+def _alone(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+    """A part of a schema by itself, with the definitions that it may refer to."""
+    return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
 
 
 def _source(kind: str, text: str) -> str:
@@ -290,7 +339,7 @@ def _source(kind: str, text: str) -> str:
         raise GrammarError(f"the schema can't be read: {error}") from None
 
 
-def _schema(text: str) -> Any:
+def _schema(text: str) -> dict[str, Any]:
     """The schema's value, checked for what llguidance has no bound for."""
     try:
         schema = json.loads(text)
@@ -320,34 +369,19 @@ def _multiples(node: Any) -> Iterator[Fraction]:
 # ------------------------------------------------------------------ saying what is wrong
 
 
-def _place(schema: Any, reason: str) -> str:
+def _place(schema: dict[str, Any], reason: str) -> str:
     """JSON pointer of the smallest part that fails for the same reason by itself."""
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema} if isinstance(schema, dict) else {}
     place, node, trials = "#", schema, TRIALS
     while True:
-        for step, child in _children(node):
+        for inner, child in children(place, node):
             trials -= 1
             if trials < 0:
                 return place
-            alone = {**shared, **child} if isinstance(child, dict) and child is not schema else child
-            if _failure(alone) == reason:
-                place, node = f"{place}/{step}", child
+            if _failure(_alone(child, schema)) == reason:
+                place, node = inner, child
                 break
         else:
             return place
-
-
-def _children(node: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(node, dict):
-        return
-    for key in (*_SINGLE, *_LISTS, *_MAPS):
-        value = node.get(key)
-        if key in _SINGLE and isinstance(value, dict):
-            yield key, value
-        elif key in _LISTS and isinstance(value, list):
-            yield from ((f"{key}/{i}", child) for i, child in enumerate(value) if isinstance(child, dict))
-        elif key in _MAPS and isinstance(value, dict):
-            yield from ((f"{key}/{_escaped(name)}", child) for name, child in value.items() if isinstance(child, dict))
 
 
 def _failure(schema: Any) -> str:
@@ -356,11 +390,6 @@ def _failure(schema: Any) -> str:
         return _reason(LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)), None, limits=_LIMITS))
     except ValueError as error:
         return str(error)
-
-
-def _escaped(name: str) -> str:
-    """A name in a JSON pointer (RFC 6901)."""
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _reason(text: str) -> str:

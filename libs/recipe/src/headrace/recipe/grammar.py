@@ -190,12 +190,18 @@ class _Calls:
         return f"({body} | {_quoted(self.empty)})" if body else _quoted(self.empty)
 
     def _parameter(self, name: str, schema: Any, root: dict[str, Any]) -> str:
-        text, rest = _split(schema, root)
+        text, rest = _split(schema, root, self._words)
         ways = [f'"true\\">" {text}'] if text else []
         if rest is not None:
             ways.append(self._json_way(rest))
         opening, closing = _quoted(f'{self.gap}parameter name="{name}" string="'), _quoted(f"{self.gap}parameter>\n")
         return f'"<" {self.token} {opening} ({" | ".join(ways)}) {self.token} {closing}'
+
+    def _words(self, strings: list[str]) -> str:
+        """A terminal of fixed strings, with the `</` behind them: the parser follows any number of them as one."""
+        name = f"WORDS_{len(self.rules)}"
+        self.rules.append(f'{name}: ({" | ".join(map(_quoted, strings))}) "</"')
+        return name
 
     def _json_way(self, schema: Any) -> str:
         rule = f"value_{len(self.rules)}"
@@ -203,9 +209,9 @@ class _Calls:
         return f'"false\\">" {rule} "</"'
 
 
-def _split(schema: Any, root: dict[str, Any]) -> tuple[str, Any]:
+def _split(schema: Any, root: dict[str, Any], words: Callable[[list[str]], str]) -> tuple[str, Any]:
     """(Lark of the strings that a parameter may be, with the `</` behind them; the schema of what else it may be, or None).
-    Strings whose rules only a JSON schema can say are left to the schema."""
+    Strings whose rules only a JSON schema can say are left to the schema. `words`: names the Lark of fixed strings."""
     whole = _within(schema, root)
     for _ in range(8):
         if not (isinstance(schema, dict) and set(schema) <= {"$ref", "title", "description", "default"} and "$ref" in schema):
@@ -216,7 +222,7 @@ def _split(schema: Any, root: dict[str, Any]) -> tuple[str, Any]:
     if not isinstance(schema, dict):
         return "", whole
     if set(schema) <= {"anyOf", "title", "description", "default"} and isinstance(schema.get("anyOf"), list):
-        return _union([_split(item, root) for item in schema["anyOf"]])
+        return _union([_split(item, root, words) for item in schema["anyOf"]])
     types = schema.get("type")
     types = [types] if isinstance(types, str) else types
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -224,8 +230,7 @@ def _split(schema: Any, root: dict[str, Any]) -> tuple[str, Any]:
         if types:
             values = [v for v in values if _is(v, types)]
         strings, others = [v for v in values if isinstance(v, str)], [v for v in values if not isinstance(v, str)]
-        text = f'({" | ".join(map(_quoted, strings))}) "</"' if strings else ""
-        return text, {"enum": others} if others else None
+        return words(strings) if strings else "", {"enum": others} if others else None
     if isinstance(types, list) and "string" in types and (set(schema) <= _PLAIN or len(types) > 1):
         if not _string_rules(schema) <= {"minLength", "maxLength"}:
             return "", whole

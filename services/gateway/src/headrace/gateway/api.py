@@ -242,12 +242,13 @@ class Api:
                 texts.append(prompt)
             else:
                 parsed.resolve_max_tokens(len(prompt), limit)
-        self._refuse_long(sum(map(len, texts)), limit)
+        beside = sum(size for size, _ in parsed.beside_messages())
+        self._refuse_long(sum(map(len, texts)) + beside, limit, parsed)
 
-    def _refuse_long(self, characters: int, limit: int) -> None:
+    def _refuse_long(self, characters: int, limit: int, parsed: ParsedRequest | None = None) -> None:
         per_token = self._settings.characters_per_token
         if characters > limit * per_token:
-            raise errors.too_much_text(characters, limit, per_token)
+            raise errors.too_much_text(characters, limit, per_token, parsed.told_beside() if parsed else "")
 
     def _keep_reply(self, call: Call) -> None:
         """The response is over: keep it if the client asked for that and has seen its id."""

@@ -59,10 +59,11 @@ def empty_prompt() -> GatewayError:
     return invalid("the prompt is empty: it must have at least one token", "prompt")
 
 
-def too_much_text(characters: int, tokens: int, per_token: int) -> GatewayError:
+def too_much_text(characters: int, tokens: int, per_token: int, beside: str = "") -> GatewayError:
+    """`beside`: a sentence on what of it is not messages."""
     return GatewayError(
         f"the prompt has {characters:,} characters; this model's maximum context length is {tokens:,} tokens, for which "
-        f"at most {tokens * per_token:,} characters are read (--characters-per-token {per_token})",
+        f"at most {tokens * per_token:,} characters are read (--characters-per-token {per_token})" + (beside and f".{beside}"),
         status=400, param="prompt", code="context_length_exceeded",
     )  # fmt: skip
 

@@ -163,7 +163,7 @@ def _wanted(place: str, way: str, value: Any) -> Wanted:
         if len(value) > MAX_CHOICES:
             raise wrong(f"a list of at most {MAX_CHOICES} texts; it has {len(value)}")
         texts = (json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(value))
-        return Wanted("lark", f"start: {' | '.join(texts)}", place)
+        return Wanted("lark", f"start: CHOICE\nCHOICE: {' | '.join(texts)}", place)  # a terminal: any number at once
     if not isinstance(value, str) or not value:
         raise wrong("a text")
     if way == "grammar" and "::=" in value:

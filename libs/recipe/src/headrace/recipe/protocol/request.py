@@ -6,6 +6,7 @@ import msgspec
 
 from ..conversation import Conversation
 from ..errors import RecipeError
+from ..jsontext import compact
 from ..stream.options import ParsingOptions
 from ..tokens import DEFAULT_TOKENS, SpecialTokens
 
@@ -107,6 +108,23 @@ class ParsedRequest(msgspec.Struct):
         """Whether the reply reasons first."""
         return self.conversation.thinking_mode
 
+    def beside_messages(self) -> list[tuple[int, str]]:
+        """What a prompt holds beside its messages, each with its characters (as compact JSON) and a way to have fewer."""
+        conversation, found = self.conversation, []
+        if conversation.response_format == "json_schema":
+            found.append((len(compact(conversation.response_schema)), "the response format's schema (shorten it; or bind the "
+                          "output without telling the model: structured_outputs.grammar, `start: %json {...}`)"))  # fmt: skip
+        if conversation.tools_active:
+            tools = [tool for tool in conversation.tools if not tool.defer_loading]
+            size = sum(len(compact(tool.parameters)) + len(tool.description or "") for tool in tools)
+            found.append((size, f"the definitions of {len(tools)} tool{'s' * (len(tools) != 1)} (send fewer, or shorten them)"))
+        return found
+
+    def told_beside(self) -> str:
+        """The same as a sentence behind an error: "" when there is nothing but messages."""
+        parts = [f"{size:,} characters of the prompt are {what}" for size, what in self.beside_messages()]
+        return f" Not only messages count: {'; '.join(parts)}." if parts else ""
+
     def resolve_max_tokens(self, prompt_tokens: int, context_limit: int) -> int:
         """max_tokens for the engine: as requested, or a default that fits the context. Raises RecipeError (400)."""
         requested = self.sampling.max_tokens
@@ -115,7 +133,7 @@ class ParsedRequest(msgspec.Struct):
             raise RecipeError(
                 f"This model's maximum context length is {context_limit} tokens. However, you requested {total} tokens "
                 f"({prompt_tokens} in the messages, {requested or 0} in the completion). "
-                "Please reduce the length of the messages or completion."
+                "Please reduce the length of the messages or completion." + self.told_beside()
             )
         if requested is not None:
             return requested
