@@ -5,7 +5,10 @@
                     logits alone: Pearson's chi-square over the joint cells, and over each token's own
     counterexample  DSpark's own: seconds of a step with 1, 2, 3 rows such that a search for the best budget which looks past
                     the first draft that does not help bends the distribution (0.7, 0.3) to (0.85, 0.15). With the early stop it
-                    must pass the test above, without it must fail
+                    must pass the test above, without it must fail. Where steps are planned ahead, budgets are made before the
+                    drafts, so it must pass without
+
+Of the draws every other batch has its steps planned ahead.
 
 Every distribution test has the level ALPHA divided by the number of tests of the run (Bonferroni).
 
@@ -33,8 +36,9 @@ from .agreeing import agreeing_checkpoint
 from .batch import Segment
 from .cache import CacheSpec, KVPool
 from .core import EngineCore
-from .llm import collect
+from .llm import Answer, collect
 from .loader import load_model
+from .pipeline import Pipeline
 from .sampler import Draw, probabilities
 from .speculation import Costs, Options, Speculator, StepCurve
 
@@ -117,7 +121,8 @@ def target_distribution(model, prompt: Sequence[int], params: api.SamplingParams
 
 
 def draw_tokens(model, prompt: Sequence[int], sampling: dict, seeds: range, **config) -> tuple[list[tuple[int, ...]], dict]:
-    """(the first TOKENS tokens of each draw, the engine's statistics). Every draw is a request with its own seed."""
+    """(the first TOKENS tokens of each draw, the engine's statistics). Every draw is a request with its own seed; every other
+    batch has its steps planned ahead."""
     block = model.spec.block_tokens
     blocks = BATCH * (-(-(len(prompt) + OUTPUT) // block) + 1)
     core = EngineCore(
@@ -129,8 +134,14 @@ def draw_tokens(model, prompt: Sequence[int], sampling: dict, seeds: range, **co
         for seed in seeds[start : start + BATCH]:
             params = api.SamplingParams(**sampling, seed=seed, max_tokens=OUTPUT, ignore_eos=True)
             todo.append(api.EngineRequest(f"{seed}", prompt, [], params))
-        drawn += [tuple(answer.choices[0].ids[:TOKENS]) for answer in collect(core, todo)]
+        answers = collect_ahead(core, todo) if start // BATCH % 2 else collect(core, todo)
+        drawn += [tuple(answer.choices[0].ids[:TOKENS]) for answer in answers]
     return drawn, core.stats()
+
+
+def collect_ahead(core: EngineCore, todo: Sequence[api.EngineRequest]) -> list[Answer]:
+    with Pipeline(core) as pipeline:
+        return collect(core, todo, step=pipeline.step)
 
 
 def favourites(model, last: int, count: int = 4) -> list[int]:
@@ -255,27 +266,33 @@ class NoEarlyStop(Speculator):
     stops_early = False
 
 
-def flip(policy: type[Speculator], seeds: range) -> list[int]:
-    """How often each token came second, each draw by an engine that has seen nothing before."""
+def flip(policy: type[Speculator], seeds: range, ahead: bool = False) -> list[int]:
+    """How often each token came second, each draw by an engine that has seen nothing before. `ahead`: steps are planned ahead,
+    and it is the third token, the first whose budget hangs on what a draft was."""
     core = EngineCore(
         Coin(), api.EngineConfig(num_blocks=2, max_num_seqs=1, speculative="dspark", acceptance="standard", draft_budget=0)
     )
     counts: Counter[int] = Counter()
     for seed in seeds:
         core.use(policy(Options(block=2, gate=1.0), FixedCosts()))
-        params = api.SamplingParams(seed=seed, max_tokens=4)
-        counts[collect(core, [api.EngineRequest(f"{seed}", [0], [], params)])[0].choices[0].ids[1]] += 1
+        params = api.SamplingParams(seed=seed, max_tokens=5)
+        answers = (collect_ahead if ahead else collect)(core, [api.EngineRequest(f"{seed}", [0], [], params)])
+        counts[answers[0].choices[0].ids[1 + ahead]] += 1
     return [counts[0], counts[1]]
 
 
-def test_of_flips(policy: type[Speculator], counts: Sequence[int]) -> Test:
-    name = "with early stop" if policy.stops_early else "without early stop"
-    return chi_square(name, dict(enumerate(counts)), {0: 0.7, 1: 0.3})
+def test_of_flips(name: str, counts: Sequence[int]) -> Test:
+    return chi_square(f"flips, {name}", dict(enumerate(counts)), {0: 0.7, 1: 0.3})
 
 
 # ---------------------------------------------------------------- the command
 
-POLICIES = {"early stop": Speculator, "no early stop": NoEarlyStop}
+# name -> (policy, whether steps are planned ahead, whether the distribution is kept)
+POLICIES = {
+    "early stop": (Speculator, False, True),
+    "no early stop": (NoEarlyStop, False, False),
+    "planned ahead": (NoEarlyStop, True, True),
+}
 SIZES = {"greedy": 10, "draws": 4 * BATCH, "flips": 1000}  # prompts, draws of a part: under half a minute each
 
 
@@ -292,7 +309,8 @@ class Worker:
         if part.kind == "greedy":
             return greedy(self.model, part.numbers)
         if part.kind == "flips":
-            return flip(POLICIES[part.of], part.numbers)
+            policy, ahead, _ = POLICIES[part.of]
+            return flip(policy, part.numbers, ahead)
         drawn = draw_case(self.model, self.prompt, CASES[int(part.of)], part.numbers)
         return [[[list(tokens), count] for tokens, count in drawn.counts.items()], drawn.verified, drawn.accepted]
 
@@ -338,10 +356,10 @@ def report(model, prompt: Sequence[int], done: dict[parts.Part, Any]) -> bool:
         drawn = sum((Drawn(Counter({tuple(t): n for t, n in v[0]}), *v[1:]) for v in values), Drawn(Counter()))
         for test in tests_of_case(model, prompt, case, drawn):
             good &= _show(test, test.p >= level)
-    for name, policy in POLICIES.items():
+    for name, (_, _, keeps) in POLICIES.items():
         counts = [sum(pair) for pair in zip(*by["flips", name], strict=True)]
-        test = test_of_flips(policy, counts)
-        good &= _show(test, (test.p >= level) == policy.stops_early, f"shares {counts[0] / sum(counts):.3f}")
+        test = test_of_flips(name, counts)
+        good &= _show(test, (test.p >= level) == keeps, f"shares {counts[0] / sum(counts):.3f}")
     return good
 
 

@@ -4,6 +4,9 @@ The same decode steps twice, in a thread of their own: planned when the step bef
 (`ahead`). Runs of the two alternate. A step's `idle` is what passes in the model's thread between two steps, and what it does
 there to join a plan to the step before: host time that is not hidden behind the model. Publishing is not in it, for that is
 done beside the next step in both. Figures are medians over steps, then over runs: other work on the machine moves them little.
+
+With `--speculation` steps draft and verify as many drafts as the scheduler finds worth it, by step times that are measured once
+a batch size; `tokens_per_second` is then the tokens of a mean step over the seconds of a median one.
 """
 
 from __future__ import annotations
@@ -21,18 +24,24 @@ from . import api
 from .core import EngineCore
 from .loader import load_model
 from .pipeline import Pipeline
+from .speculation import Costs, Options, Speculator, StepCurve
+from .stepcurve import measure as measure_steps
 
 WAYS = {"waits": False, "ahead": True}  # name -> EngineConfig.async_scheduling
+Curves = tuple[dict[int, float], dict[int, float]]
 
 
 def measure(path: str | Path, args: argparse.Namespace) -> dict:
     model = load_model(path, numerics=args.numerics, batch_invariant=args.batch_invariant, device=args.device)
     batches = {}
+    if args.speculation and not getattr(model, "draft_block", 0):
+        raise ValueError("--speculation: this checkpoint has no draft")
     for size in args.batch:
+        curves = _curves(model, size, args) if args.speculation else None
         runs = {way: [] for way in WAYS}
         for number in range(args.repeat + 1):
             for way in WAYS:
-                run = _run(model, size, WAYS[way], args)
+                run = _run(model, size, WAYS[way], curves, args)
                 if number:  # the first warms up
                     runs[way].append(run)
         batches[str(size)] = {way: _median(some) for way, some in runs.items()}
@@ -46,14 +55,25 @@ def _median(runs: list[dict[str, float]]) -> dict[str, float]:
     return {name: round(statistics.median(run[name] for run in runs), 4) for name in runs[0]}
 
 
-def _run(model, size: int, ahead: bool, args: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of a step in which all decode, and of those that the model's thread was idle; tokens per second."""
+def _config(model, size: int, ahead: bool, args: argparse.Namespace) -> api.EngineConfig:
     block = model.spec.block_tokens
-    config = api.EngineConfig(
+    return api.EngineConfig(
         num_blocks=size * (-(-(args.prompt + args.output) // block) + 1), max_num_seqs=size, prefix_caching=False,
         max_num_batched_tokens=max(2048, size + args.prompt), async_scheduling=ahead,
     )  # fmt: skip
-    rng, core = np.random.default_rng(args.seed), EngineCore(model, config)
+
+
+def _curves(model, size: int, args: argparse.Namespace) -> Curves:
+    """Seconds of forward passes and of drafts, by size."""
+    config = _config(model, size, False, args)
+    return measure_steps(EngineCore(model, config).runner, size, config.max_num_batched_tokens, model.draft_block)
+
+
+def _run(model, size: int, ahead: bool, curves: Curves | None, args: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of a step in which all decode, and of those that the model's thread was idle; tokens per second."""
+    rng, core = np.random.default_rng(args.seed), EngineCore(model, _config(model, size, ahead, args))
+    if curves:
+        core.use(Speculator(Options(model.draft_block, gate=args.rollback_gate, exact=True), Costs(*map(StepCurve, curves))))
     params = api.SamplingParams(temperature=args.temperature, max_tokens=args.output, ignore_eos=True)
     for i in range(size):
         ids = rng.integers(3, core.info.vocab_size, args.prompt).tolist()
@@ -64,6 +84,7 @@ def _run(model, size: int, ahead: bool, args: argparse.Namespace) -> dict[str, f
             begun += sum(isinstance(event, api.PromptDone) for event in pipeline.step())
         pipeline.step()
         del pipeline.waits[:]
+        tokens = core.ledger.counters["generated_tokens"]
         ends, joins = [time.perf_counter()], core.stats()["seconds_join"]
         while core.has_work():
             events = pipeline.step()
@@ -72,7 +93,8 @@ def _run(model, size: int, ahead: bool, args: argparse.Namespace) -> dict[str, f
                 break
         step = statistics.median(after - before for before, after in pairwise(ends))
         idle = statistics.median(pipeline.waits) + (core.stats()["seconds_join"] - joins) / (len(ends) - 1)
-    return {"step_ms": 1e3 * step, "idle_ms": 1e3 * idle, "idle_percent": 100 * idle / step, "tokens_per_second": size / step}
+    tokens = (core.ledger.counters["generated_tokens"] - tokens) / (len(ends) - 1)
+    return {"step_ms": 1e3 * step, "idle_ms": 1e3 * idle, "idle_percent": 100 * idle / step, "tokens_per_second": tokens / step}
 
 
 def table(report: dict) -> str:

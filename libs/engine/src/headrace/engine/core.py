@@ -185,14 +185,16 @@ class EngineCore:
         if plan is not None:
             self._plans.append(plan)
             plan.seconds = self._meter.expected(plan)
-            plan.host = self.runner.clock() - clock + self._host
+            if plan.after is None:  # else the model does not wait for it
+                plan.host = self.runner.clock() - clock + self._host
         self._meter.add("schedule", time.perf_counter() - began)
         return plan
 
     def execute(self, plan: Plan) -> Result:
-        began = time.perf_counter()
-        gone = join(plan, self._eos)
+        began, clock = time.perf_counter(), self.runner.clock()
+        gone = join(plan, self._eos, self.scheduler.windows, self.speculator)
         joined = time.perf_counter()
+        plan.host += self.runner.clock() - clock
         result = plan.result = self.runner.execute(plan, gone)
         result.seconds["join"] = joined - began
         result.seconds["execute"] = time.perf_counter() - began

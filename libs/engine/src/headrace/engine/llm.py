@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,8 +46,15 @@ class Answer:
     error: str = ""  # this prompt failed; the others are not touched by it
 
 
-def collect(engine: EngineCore, requests: Sequence[api.EngineRequest], progress: bool = False) -> list[Answer]:
-    """Run requests to their end, in the order given. A request that can't be run is answered with its error."""
+def collect(
+    engine: EngineCore,
+    requests: Sequence[api.EngineRequest],
+    progress: bool = False,
+    step: Callable[[], list[api.Event] | None] | None = None,
+) -> list[Answer]:
+    """Run requests to their end, in the order given. A request that can't be run is answered with its error. `step`: instead of
+    the engine's own, which plans no step ahead (`pipeline.Pipeline.step` does)."""
+    step = step or engine.step
     answers = {r.request: Answer(r.request, list(r.ids), [Choice() for _ in range(r.sampling.n)]) for r in requests}
     bar = _Progress(sum(r.sampling.n for r in requests)) if progress else None
     for request in requests:
@@ -57,7 +64,7 @@ def collect(engine: EngineCore, requests: Sequence[api.EngineRequest], progress:
             answers[request.request].error = str(error)
     try:
         while engine.has_work():
-            events = engine.step()
+            events = step()
             assert events is not None, f"nothing can run, and nobody else holds memory: {engine.stats()}"
             for event in events:
                 if event.request in answers:

@@ -88,8 +88,6 @@ class Postprocessor:
         """Rows below `stop` are computed, and hold the sequence's ids: of drafts, those that were accepted."""
         sequence = row.sequence
         of_prompt = row.segment.start < sequence.prompt_len
-        if row.drafts:
-            sequence.computed = stop
         sequence.hidden = hidden or b""
         self.ledger.announce(sequence, stop)
         if row.snapshot and stop == row.segment.stop:
@@ -146,6 +144,7 @@ class Postprocessor:
         self.ledger.counters["generated_tokens"] += len(kept)
         if sample.drafts:
             row = plan.rows[sample.row]
+            sequence.computed += len(kept) - 1
             self._advance(row, row.segment.start + len(kept), result.packed.get(sample.row), None)
         shown = kept[:-1] if stop_id in self.eos else kept
         logprobs = [(one.token, one.logprob, one.top) for one in shown if one.top is not None] or None

@@ -180,14 +180,15 @@ class Runner:
         entries = [(s, c) for s, c in zip(plan.samples, result.tokens, strict=True) if c and s.sequence in wanted]
         if not entries:
             return
-        behind = [[one.token for one in chosen] for _, chosen in entries]
+        behind = [[*s.late, *(one.token for one in chosen)] for s, chosen in entries]
         draws = [replace(_draw(s), more=more) for (s, _), more in zip(entries, behind, strict=True)]
         draws = [replace(draw, purpose=drafting(self.acceptance, draw)) for draw in draws]
 
         walks = [s.sequence.matcher and Walk(s.sequence.matcher) for s, _ in entries]
 
         def take(place: int, logits: torch.Tensor) -> torch.Tensor:
-            here = [replace(draw, position=draw.position + len(draw.more)) for draw in draws]
+            pairs = zip(draws, entries, strict=True)
+            here = [replace(draw, position=draw.position + len(draw.more) - len(s.late)) for draw, (s, _) in pairs]
             for row, walk in enumerate(walks):
                 if walk is not None:
                     here[row].allowed, here[row].held = walk.rule

@@ -14,25 +14,28 @@ from .ledger import Ledger
 from .sequence import PENDING, Plan, Restore, Row, Sample, Sequence, Status
 from .snapshots import Snapshot
 from .speculation import Ready, Speculator
-
-LOOK_BACK = 3  # ids before a segment that a model may ask for (n-gram memory)
+from .windows import LOOK_BACK, Windows
 
 
 class Scheduler:
     """Policy over a ledger. `schedule` makes a plan; `Postprocessor.commit` must follow each, in order. One more may be made
-    before that: rows of a plan count as computed from then on, and the token that is sampled behind them as pending."""
+    before that: rows of a plan count as computed from then on, and the token that is sampled behind them as pending. Drafts
+    don't count: they may be rejected. What would follow if they are not, a plan that is made meanwhile has memory for."""
 
     def __init__(self, ledger: Ledger, speculator: Speculator | None = None) -> None:
         self.ledger, self.speculator = ledger, speculator
         self.spec, self.config, self.pool = ledger.spec, ledger.config, ledger.pool
         self.bounded = self.spec.numerics == "bounded"
+        self.windows = Windows(self.spec.block_tokens, self.config.decode_snapshots and ledger.keeps_state)
 
     def schedule(self, now: float, after: Plan | None = None) -> Plan | None:
         """The next step, or None when nothing can run and nothing is to be told. `after`: the plan that is under way; None then
-        also means that this step can't be planned before that one is known: what drafts it accepts, what memory it frees."""
-        if after is not None and (self.speculator is not None or after.preempt or not self._all_can_grow()):
-            return None
+        also means that this step can't be planned before that one is known: what memory it frees, or leaves."""
         plan = Plan(after=after)
+        if after is not None:
+            plan.unsure = {sample.sequence: sample.most for sample in after.samples if sample.most}
+            if after.preempt or not self._all_can_grow(plan):
+                return None
         self.ledger.expire(now)
         self._decodes(plan)
         self._prompts(plan)
@@ -46,8 +49,20 @@ class Scheduler:
 
     def _decodes(self, plan: Plan) -> None:
         ready = self._growing(plan)
+        if plan.after is not None and self.speculator is not None:
+            return self._decodes_ahead(ready, plan)
         for sequence, drafts in zip(ready, self._drafts(ready), strict=True):
             self._run(sequence, plan, drafts)
+
+    def _decodes_ahead(self, ready: list[Sequence], plan: Plan) -> None:
+        """The step under way says what their drafts are, and where they begin. What is settled here: how many the step has
+        rows for in all, and memory. `ahead.join` deals them out."""
+        proposed = set(plan.after.propose)
+        entries = [Ready(s, self._most_drafts_ahead(s, plan) if s in proposed else 0) for s in ready]
+        plan.budget = self.speculator.budget(entries, self._spare)
+        plan.rows_planned += plan.budget
+        for entry in entries:
+            self._run(entry.sequence, plan, most=entry.most)
 
     def _growing(self, plan: Plan) -> list[Sequence]:
         """Sequences that have a block for their next row; others may have to leave for it."""
@@ -57,7 +72,7 @@ class Scheduler:
                 continue
             if sequence.ending or sequence.dropped:  # a step under way is its last
                 continue
-            if self._grow(sequence):
+            if self._grow(sequence, plan):
                 ready.append(sequence)
                 continue
             short += 1
@@ -65,34 +80,47 @@ class Scheduler:
                 short -= self._preempt(victim, plan)
         return ready
 
-    def _all_can_grow(self) -> bool:
+    def _all_can_grow(self, plan: Plan) -> bool:
         """Nobody has to leave: there are blocks for all running sequences that need one for their next row."""
-        full = sum(
-            s.computed == len(s.block_table) * self.spec.block_tokens
-            for s in self.ledger.running
-            if not (s.prefilling or s.ending or s.dropped)
-        )
+        full = sum(self._full(s, plan) for s in self.ledger.running if not (s.prefilling or s.ending or s.dropped))
         return full <= self.pool.available
+
+    def _full(self, sequence: Sequence, plan: Plan) -> bool:
+        """Its next row needs a block, or does if the step under way accepts all drafts (which end inside its blocks, and leave
+        a token to come behind them)."""
+        holds = len(sequence.block_table) * self.spec.block_tokens
+        return min(sequence.computed + plan.unsure.get(sequence, 0), sequence.max_len - 2) >= holds
 
     def _drafts(self, ready: list[Sequence]) -> list[int]:
         """How many drafts each verifies. A prompt's part of the step is left to it."""
         if self.speculator is None:
             return [0] * len(ready)
-        spare = self.config.max_num_batched_tokens - self.config.max_num_seqs - max(self.spec.keep_rows, 1)
-        return self.speculator.lengths([Ready(sequence, self._most_drafts(sequence)) for sequence in ready], max(0, spare))
+        return self.speculator.lengths([Ready(sequence, self._most_drafts(sequence)) for sequence in ready], self._spare)
+
+    @property
+    def _spare(self) -> int:
+        """Rows of a step that drafts may take."""
+        return max(0, self.config.max_num_batched_tokens - self.config.max_num_seqs - max(self.spec.keep_rows, 1))
 
     def _most_drafts(self, sequence: Sequence) -> int:
-        """Drafts that may be verified: a token must be left to come behind them, and their rows need memory. A block is taken
-        for them only while none is missing elsewhere. None crosses the boundary where a snapshot is taken."""
-        most = min(len(sequence.draft.tokens), sequence.max_len - len(sequence.ids) - 1)
-        first, block = sequence.computed + 1, self.spec.block_tokens
-        if most <= 0:
-            return 0
-        if self.config.decode_snapshots and self.ledger.keeps_state:
-            return min(most, -first % block)
-        if first + most > len(sequence.block_table) * block and self.ledger.room(1):
+        """Drafts that may be verified."""
+        first, drafts = sequence.computed + 1, len(sequence.draft.tokens)
+        self._make_room(sequence, first, drafts)
+        return min(drafts, self.windows.most(first, len(sequence.block_table), sequence.max_len))
+
+    def _most_drafts_ahead(self, sequence: Sequence, plan: Plan) -> int:
+        """An upper bound of that, where they may begin at several positions. `ahead.join` knows which."""
+        first, drafts = sequence.computed + 1, self.speculator.options.block
+        self._make_room(sequence, first + plan.unsure.get(sequence, 0), drafts)
+        return min(drafts, max(0, sequence.max_len - first - 1))
+
+    def _make_room(self, sequence: Sequence, first: int, drafts: int) -> None:
+        """A block for drafts from position `first` on, only while none is missing elsewhere. (Where they end at a boundary,
+        none is needed.)"""
+        drafts = min(drafts, sequence.max_len - first - 1)
+        beyond = first + drafts > len(sequence.block_table) * self.spec.block_tokens
+        if drafts > 0 and not self.windows.snapshots and beyond and self.ledger.room(1):
             sequence.block_table += self.pool.allocate(1) or ()
-        return min(most, len(sequence.block_table) * block - first)
 
     def _prompts(self, plan: Plan) -> None:
         for sequence in self.ledger.running:
@@ -110,7 +138,7 @@ class Scheduler:
             ledger.start(sequence)
             if sequence.prefilling:
                 self._chunk(sequence, plan)
-            elif self._grow(sequence):
+            elif self._grow(sequence, plan):
                 self._run(sequence, plan)
 
     def _budget(self, plan: Plan) -> int:
@@ -119,8 +147,9 @@ class Scheduler:
 
     # ------------------------------------------------------------ a decode row
 
-    def _run(self, sequence: Sequence, plan: Plan, drafts: int = 0) -> None:
-        """The row of a sequence whose prompt is done, drafts to verify behind it, and the token after them."""
+    def _run(self, sequence: Sequence, plan: Plan, drafts: int = 0, most: int = 0) -> None:
+        """The row of a sequence whose prompt is done, drafts to verify behind it, and the token after them. `most`: of drafts,
+        where they are not known yet."""
         if sequence.hidden and not sequence.pending:
             if sequence.state is not None:
                 plan.restore.append(Restore(sequence, sequence.prompt_len, sequence.state))
@@ -130,24 +159,21 @@ class Scheduler:
             sequence.pending += 1
             return
         first = sequence.computed + 1
-        stop, proposed = first + drafts, sequence.draft.tokens[:drafts]
-        at_boundary = stop % self.spec.block_tokens == 0
-        snapshot = at_boundary and self.config.decode_snapshots and self.ledger.keeps_state
         late = [PENDING] * sequence.pending
-        plan.samples.append(Sample(sequence, len(plan.rows), first, proposed, late))
-        segment = self._segment(sequence, first, want=True)
-        segment.ids = late or segment.ids
-        if drafts:
-            segment.ids, segment.outputs = [*segment.ids, *proposed], range(first - 1, stop)
-        plan.rows.append(Row(sequence, segment, pack=snapshot, snapshot=snapshot, drafts=drafts))
+        sample = Sample(sequence, len(plan.rows), first, late=late, most=most or drafts)
+        row = Row(sequence, self._segment(sequence, first, want=True))
+        row.segment.ids = late or row.segment.ids
+        self.windows.place(row, sample, sequence.draft.tokens[:drafts])
+        plan.samples.append(sample)
+        plan.rows.append(row)
         plan.rows_planned += 1 + drafts
         plan.draft_rows += drafts
         sequence.pending += 1
-        sequence.computed = first  # with drafts, what `commit` says
+        sequence.computed = first
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """A block for the row at `computed`, if it has none yet."""
-        if (sequence.hidden and not sequence.pending) or sequence.computed < len(sequence.block_table) * self.spec.block_tokens:
+    def _grow(self, sequence: Sequence, plan: Plan) -> bool:
+        """A block for the next row, if it has none yet."""
+        if (sequence.hidden and not sequence.pending) or not self._full(sequence, plan):
             return True
         blocks = self.pool.allocate(1)
         sequence.block_table += blocks or ()

@@ -68,8 +68,8 @@ class Sequence:
     max_len: int = 0  # ids at most, by max_tokens and by the model
     slot: int = -1
     block_table: list[int] = field(default_factory=list)
-    computed: int = 0  # rows that are computed, or will be when the steps that are planned have run
-    pending: int = 0  # tokens that steps under way will append to `ids`: 0 or 1
+    computed: int = 0  # rows that are computed, or will be when the steps that are planned have run, without drafts of those
+    pending: int = 0  # tokens that steps under way will append to `ids`, without drafts: 0 or 1 when a step is planned
     announced: int = 0  # leading blocks that have their identity
     reported: int = 0  # leading blocks that were resident, came from elsewhere, or were reported as filled
     write_floor: int = 0
@@ -153,7 +153,8 @@ class Sample:
     row: int | None
     position: int  # of the first token that is chosen
     drafts: list[int] = field(default_factory=list)
-    late: Several[int] = ()  # the token before `position`, where the step before this one gives it: PENDING until it has
+    late: Several[int] = ()  # the tokens before `position`, where the step before this one gives them: PENDING until it has
+    most: int = 0  # drafts at most, where that step says which they are
 
 
 PENDING = -1  # an id that the step before gives
@@ -171,6 +172,8 @@ class Plan:
     propose: list[Sequence] = field(default_factory=list)  # draft behind the token that is chosen; each is in `samples`
     rows_planned: int = 0
     draft_rows: int = 0  # of them
+    budget: int = 0  # of them: drafts at most, where the step before says which they are
+    unsure: dict[Sequence, int] = field(default_factory=dict)  # drafts that the step under way may accept, when this was made
     members: list[Sequence] = field(default_factory=list)  # `sequences()` when it was made
     after: Plan | None = None  # it was made while this one ran
     result: Result | None = None  # of its execution

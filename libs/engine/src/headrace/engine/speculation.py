@@ -8,7 +8,8 @@ Which drafts are verified must not depend on what they say, or the output's dist
 drafts before j only. a(r, j) does (the confidence head reads the token before). So:
   * the budget, how many drafts in all, is made from the blocks of the step before, whose tokens are settled, by looking at all
     budgets; where there are none it is made from the new ones, admitting the best first and stopping at the first that does not
-    help, so that no draft is admitted or refused for the sake of one behind it;
+    help, so that no draft is admitted or refused for the sake of one behind it. A step that is planned while the one before it
+    runs (and proposes) has no new ones, and makes it from the older blocks always;
   * the budget is handed out to the new blocks by a(r, j), highest first; a(r, j + 1) <= a(r, j) keeps prefixes whole.
 
 Three things stop drafting: a sequence whose drafts keep failing (the gate), a batch so large that drafting costs more than it
@@ -212,7 +213,8 @@ class Ready:
 
 @dataclass(slots=True)
 class Speculator:
-    """Policy and statistics of one engine. `lengths` and `wants` before a step, `settle` behind it."""
+    """Policy and statistics of one engine. `lengths` (or `budget`, and then `deal`) and `wants` before a step, `settle` behind
+    it."""
 
     stops_early: ClassVar[bool] = True  # what the proof of unbiasedness needs where a budget is made from new confidences
 
@@ -248,34 +250,47 @@ class Speculator:
 
     def lengths(self, ready: Sequence[Ready], spare: int) -> list[int]:
         """How many drafts each sequence verifies in the coming step: at most `spare` rows in all."""
+        newest = [entry.sequence.draft.survival[: entry.most] for entry in ready]
+        settled, survival = not self.options.exact and any(entry.sequence.draft.older for entry in ready), newest
+        if settled:  # a sequence without an older block counts as a typical one
+            survival = [
+                (entry.sequence.draft.older or self.typical)[: len(block)] for entry, block in zip(ready, newest, strict=True)
+            ]
+        return top_lengths(newest, self._step(survival, spare, early=not settled and not self.options.exact))
+
+    def budget(self, ready: Sequence[Ready], spare: int) -> int:
+        """How many drafts the coming step verifies in all, where they are proposed while it is planned: made from the blocks
+        before them, which the step under way settles. `deal` then says which they are."""
+        survival = [(entry.sequence.draft.survival or self.typical)[: entry.most] for entry in ready]
+        return self._step(survival, spare, early=False)
+
+    def deal(self, confidence: Sequence[Sequence[float]], budget: int) -> list[int]:
+        """Hand a budget to new blocks of these confidence logits: how many each verifies. Any thread may ask."""
+        return top_lengths([survival_of(block, self.options.temperatures) for block in confidence], budget)
+
+    def _step(self, survival: list[list[float]], spare: int, early: bool) -> int:
+        """A step begins. How many drafts it verifies in all, by what is thought of them."""
         self.step += 1
-        survival = [entry.sequence.draft.survival[: entry.most] for entry in ready]
         if not any(survival):
             self._plain_at = self.step
-            return [0] * len(ready)
-        lengths = top_lengths(survival, min(self._budget(ready, survival), spare))
-        if any(lengths):
-            self._verified_at = self.step
-        return lengths
-
-    def _budget(self, ready: Sequence[Ready], survival: list[list[float]]) -> int:
+            return 0
         most = sum(map(len, survival))
+        budget = min(self._budget(survival, most, early and self.stops_early), most, spare)
+        if budget:
+            self._verified_at = self.step
+        return budget
+
+    def _budget(self, survival: list[list[float]], most: int, early: bool) -> int:
         if self.options.budget is not None:
             return self.options.budget
         if self._probing or self.step - self._verified_at >= self._patience:
             self._probing = False
             return PROBES
-        sequences = len(ready)
-        settled = not self.options.exact and any(entry.sequence.draft.older for entry in ready)
-        if settled:  # a sequence without an older block counts as a typical one
-            survival = [
-                (entry.sequence.draft.older or self.typical)[: len(block)] for entry, block in zip(ready, survival, strict=True)
-            ]
-        early = self.stops_early and not settled and not self.options.exact
+        sequences = len(survival)
         worth = [[a * self.trust for a in block] for block in survival]
         uneven, even = (self.costs.step(sequences, True, even) for even in (False, True))
         budget = best_budget(worth, sequences, uneven if sequences > 1 else even, most, early_stop=early)
-        if early or len({entry.most for entry in ready}) > 1:
+        if early or len({len(block) for block in survival}) > 1:
             return budget
         tau = [sequences + sum(sorted((a for block in worth for a in block), reverse=True)[:n]) for n in (budget, most)]
         rate = tau[0] / (uneven if 0 < budget < most and sequences > 1 else even)(sequences + budget)
@@ -297,7 +312,8 @@ class Speculator:
     @staticmethod
     def _ends(sequence: seq.Sequence) -> bool:
         """At most one token may follow this step's first: a draft could not save a step."""
-        return sequence.max_len - len(sequence.ids) <= 2
+        before = max(0, sequence.pending - 1)  # tokens of a step under way
+        return sequence.max_len - len(sequence.ids) - before <= 2
 
     def pays(self, sequences: int) -> bool:
         """Whether a step that drafts makes more tokens a second than one that doesn't, by what is typical. In doubt it does:

@@ -35,7 +35,7 @@ class Window:
 
 def window_draws(first: Draw, drafts: list[int]) -> list[Draw]:
     """The draws of a window's rows: each takes the drafts before it as given."""
-    more = (replace(first, position=first.position + i, more=drafts[:i]) for i in range(1, len(drafts) + 1))
+    more = (replace(first, position=first.position + i, more=[*first.more, *drafts[:i]]) for i in range(1, len(drafts) + 1))
     return [first, *more]
 
 
