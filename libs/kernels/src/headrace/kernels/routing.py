@@ -55,7 +55,7 @@ def route(
     top_groups: int = 1,
     live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `route_reference`, one launch. Rows that are not `live` (bool [T]) take expert -1."""
+    """As `route_reference`, one launch. Rows that are not `live` (bool [T], any stride) take expert -1."""
     tokens, experts = logits.shape
     chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
@@ -64,8 +64,8 @@ def route(
         if groups > 1 and size != experts:
             raise ValueError(f"group limits need a power of two of experts, got {experts}")
         _route_kernel[(tokens,)](
-            logits.contiguous(), bias if bias is not None else logits, live.view(torch.uint8) if live is not None else logits,
-            chosen, weights, experts, scale,
+            logits.contiguous(), bias if bias is not None else logits,
+            logits if live is None else live.contiguous().view(torch.uint8), chosen, weights, experts, scale,
             0 if bias is None or bias.dim() == 1 else bias.stride(0),
             TOP_K=top_k, SIGMOID=score == "sigmoid", HAS_BIAS=bias is not None, HAS_LIVE=live is not None,
             GROUPS=groups, TOP_GROUPS=top_groups,
