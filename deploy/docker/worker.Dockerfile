@@ -1,14 +1,15 @@
 # prefill, decode and vision: one image, since they differ in a role and share the engine. The command names the module to run. Holds
 # the `headrace` command too (make-checkpoint, trace, doctor).
 #
-# torch comes from the package index: for a CPU-only image give an index that has CPU builds (PIP_EXTRA_INDEX_URL as a build
-# argument) and TORCH="torch==2.13.0+cpu"; the plain version is a CUDA build on most indexes.
+# torch comes from pip's index, where the plain version mostly is a CUDA build. For a CPU-only image TORCH_INDEX names an index that
+# has CPU builds; torch alone is taken from there.
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
 ARG TORCH=torch==2.13.0
-ARG PIP_EXTRA_INDEX_URL
+ARG TORCH_INDEX=
 RUN python3 -m venv /opt/headrace
-RUN --mount=type=cache,target=/root/.cache/pip /opt/headrace/bin/pip install ${TORCH}
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /opt/headrace/bin/pip install ${TORCH_INDEX:+--no-deps --index-url "$TORCH_INDEX"} "$TORCH"
 WORKDIR /src
 COPY libs/bus libs/bus
 COPY libs/kv libs/kv

@@ -93,7 +93,10 @@ def test_compose_gives_the_shared_memory_to_those_who_transfer(compose):
 
 def test_compose_serves_what_a_clone_serves_unless_told_otherwise(compose):
     for name in ("gateway", "prefill", "decode", "vision"):
-        bound = f"${{HEADRACE_MODEL:-./models/{BUNDLED[0]}}}:/model:ro"
+        bound = {
+            "type": "bind", "source": f"${{HEADRACE_MODEL:-./models/{BUNDLED[0]}}}", "target": "/model", "read_only": True,
+            "bind": {"create_host_path": False},
+        }  # fmt: skip
         assert bound in compose[name]["volumes"] and "random:/model-random:ro" in compose[name]["volumes"], name
         assert compose[name]["environment"]["HEADRACE_MODEL"] == "/model${HEADRACE_PRESET:+-random}"
     assert (ROOT / "models" / BUNDLED[0] / "config.json").exists()
@@ -106,9 +109,15 @@ def test_compose_holds_no_password(compose):
         assert password.startswith("${HEADRACE_NATS_PASSWORD:?")
 
 
-def test_gpu_file_only_overrides(compose):
-    gpu = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]
-    assert set(gpu) <= set(compose)
+def test_every_variable_that_compose_reads_is_told_at_its_top():
+    text = (ROOT / "compose.yaml").read_text()
+    told, _, rest = text.partition("name: headrace\n")
+    assert set(re.findall(r"\$\{(HEADRACE_\w+)", rest)) == set(re.findall(r"^#     (HEADRACE_\w+) ", told, re.MULTILINE))
+
+
+def test_a_container_computes_with_the_cores_that_it_may_use(compose):
+    for name in ("prefill", "decode", "vision"):
+        assert compose[name]["environment"]["HEADRACE_THREADS"] == compose[name]["cpus"] == "${HEADRACE_WORKER_CPUS:-2}"
 
 
 def test_settings_on_the_configuration_page_exist():

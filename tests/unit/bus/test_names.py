@@ -21,7 +21,7 @@ def test_settings_are_those_of_the_services():
 
 
 @pytest.mark.parametrize(
-    "file", ["headrace", "compose.yaml", "compose.gpu.yaml", "docs/configuration.md", "docs/operations.md"]
+    "file", ["headrace", "compose.yaml", "docs/configuration.md", "docs/operations.md"]
 )
 def test_variables_that_the_project_itself_uses_are_known(file):
     used = set(re.findall(r"HEADRACE_([A-Z0-9_]+[A-Z0-9])\b", (ROOT / file).read_text()))
