@@ -478,6 +478,26 @@ async def test_a_client_that_leaves_in_mid_stream_cancels_decode_and_harms_no_ot
     await quiet(cluster)
 
 
+async def test_prefills_problem_behind_the_first_token_costs_nothing(cluster):
+    """Decode has the whole prompt then: no attempt more, no token twice."""
+    prefill, decode = cluster.prefills[0], cluster.decodes[0]
+    decode.hold_at = 3
+    task = asyncio.create_task(cluster.stream(chat()))
+    records = cluster.gateway.dispatcher.records
+    await eventually(lambda: [record.state.phase for record in records.values()] == [Phase.STREAMING])
+    run = prefill.runs[0]
+    for number, status in enumerate((502, 400), 1):
+        problem = m.Problem(status, "prefill_transfer", "the link broke behind the last byte")
+        entry = m.OutEntry(run.request, run.attempt, 0, 0, b"", finish="abort", problem=problem)
+        prefill.bus.publish(subjects.out(run.gateway), m.Out(prefill.instance, prefill.epoch, number, [entry]))
+    await prefill.bus.flush()
+    await asyncio.sleep(0.1)
+    decode.go.set()
+    assert text_of(await task) == TEXT and len(decode.admits) == 1 and not decode.cancels
+    assert counters(cluster)["migrations"] + counters(cluster)["retries"] == 0
+    await quiet(cluster)
+
+
 async def test_a_client_that_does_not_read_is_dropped_and_harms_no_other(bare, tokenizer):
     decode = await bare.add_decode()
     decode.script = tokenizer.encode_plain("word " * 60_000)

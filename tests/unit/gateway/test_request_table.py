@@ -85,7 +85,7 @@ EVENTS = {  # the table's words -> what the state has besides its phase, and the
 LAST = {"losses": LIMITS.max_attempts - 1, "migrations": LIMITS.max_migrations}
 for loss in ("problem of decode", "problem of prefill", "decode died", "prefill died", "output can't be repeated"):
     EVENTS[f"{loss}, the last attempt"] = (LAST, EVENTS[loss][1])
-    if loss != "prefill died":
+    if "prefill" not in loss:  # with output of this attempt its part is over
         EVENTS[f"{loss}, several choices"] = ({"choices": 2, "left": 2, "open": 2}, EVENTS[loss][1])
 
 

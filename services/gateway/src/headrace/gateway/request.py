@@ -594,6 +594,8 @@ def _choice(r: Request, event: ChoiceOver | ChoiceFinished, now: float) -> Step:
 def _trouble(r: Request, event: Problem | Died | Unrepeatable, now: float) -> Step:
     """An attempt is over before its time."""
     match event:
+        case Problem(worker=worker) if worker != r.decode and r.phase in (Phase.STREAMING, Phase.SETTLING):
+            return r, []  # there is output, so decode has all of the prompt: whatever befell its writer, nothing is missing
         case Problem(attempt, worker, problem) if attempt == r.attempt and (r.phase in HELD or r.phase is Phase.ADMITTING):
             error = errors.from_problem(problem)
             if problem.status < 500 and problem.code not in RETRY_CODES:
