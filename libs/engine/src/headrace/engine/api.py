@@ -42,7 +42,8 @@ class EngineConfig:
     swap_bytes: int = 4 << 30  # host memory for sequences that were preempted
     chunk_tokens: Sequence[int] = ()  # upper bounds of a prompt's first, second ... chunk, then from the start again: (512,)
     model_name: str = "headrace"
-    speculative: str = "off"  # "dspark": the checkpoint's draft proposes tokens, which later steps verify
+    # "dspark": the checkpoint's draft proposes tokens, which later steps verify; "auto": where the checkpoint has a draft.
+    speculative: str = "off"
     acceptance: str = "exact"  # "exact": the same tokens as without drafts; "standard": the same distribution
     draft_budget: int | None = None  # drafts that a step verifies at most; None: as many as pay by the measured step times
     # File of the confidence head's temperatures, {"temperatures": [one a draft position]}; "none": all 1; "auto":
@@ -64,7 +65,7 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; one row of each of {self.max_num_seqs} sequences "
                 f"and a prompt's last {max(keep_rows, 1)} rows need {least}: raise it, or lower max_num_seqs"
             )
-        for name, choices in (("speculative", ("off", "dspark")), ("acceptance", ("exact", "standard"))):
+        for name, choices in (("speculative", ("off", "auto", "dspark")), ("acceptance", ("exact", "standard"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose {' or '.join(map(repr, choices))}")
         if self.draft_budget is not None and self.draft_budget < 0:

@@ -288,6 +288,8 @@ def _speculator(config: api.EngineConfig, runner: Runner) -> Speculator | None:
         return None
     model = runner.model
     block = getattr(model, "draft_block", 0)
+    if not block and config.speculative == "auto":
+        return None
     if not block:
         raise ValueError(f"speculative is {config.speculative!r}, but this checkpoint has no draft; set it to 'off'")
     file = calibration_file(config.draft_calibration, getattr(model, "folder", None))

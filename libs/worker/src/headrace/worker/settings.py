@@ -38,7 +38,8 @@ class WorkerSettings(Settings):
         "quantized"
     )
     speculative: Annotated[
-        Literal["off", "dspark"], Meta(description="dspark: the checkpoint's draft proposes tokens that decode verifies")
+        Literal["off", "auto", "dspark"],
+        Meta(description="dspark: the checkpoint's draft proposes tokens that decode verifies; auto: where it has a draft"),
     ] = "off"
     acceptance: Annotated[
         Literal["exact", "standard"],

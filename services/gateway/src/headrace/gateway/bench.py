@@ -5,6 +5,10 @@ TCP_QUICKACK), and prints requests and chunks a second, time to first token, tim
 of each process per request. With `--engine sim` the workers compute nothing, so
 what is left is Headrace itself. Warm-up is excluded; every figure is the median of the repetitions.
 
+`--prompts FILE` sends real prompts (a JSON string a line, as text completions) that end when the model ends them, and counts
+their tokens. `--against NAME=VALUE` starts a second system with that variable in its environment; both serve the same requests
+in turns, and ratios (first / second, median of the turns) are printed, which a loaded machine bends little.
+
 CPU time is inflated on a loaded machine, where cores and caches are shared: `loop_ms` is the time of a fixed Python loop
 just before a case (a million additions), `load` the load average, so figures of two runs can be compared.
 """
@@ -16,6 +20,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -36,7 +41,8 @@ from headrace.bus.testing import NatsServer, free_port
 
 TICK = os.sysconf("SC_CLK_TCK")
 WORDS = ["alpha", "beta", "gamma", "delta"]
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+HEAD = b"POST /v1/%s HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
 @dataclass
@@ -61,7 +67,9 @@ class System:
     model: str = ""
     gateways: int = 1
     log: Any = subprocess.DEVNULL
+    env: dict[str, str] = field(default_factory=dict)
     port: int = 0
+    _shm: str = ""
     processes: list[Process] = field(default_factory=list)
 
     def start(self) -> None:
@@ -85,7 +93,8 @@ class System:
 
     def _spawn(self, role: str, flags: list[str]) -> None:
         command = [sys.executable, "-m", f"headrace.{role}", "--nats-url", self._nats.url, "--shm-dir", self._shm, *flags]
-        popen = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | self.env
+        popen = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=env)
         self.processes.append(Process(role, popen.pid, popen))
 
     def wait_ready(self, timeout: float = 120.0) -> None:
@@ -104,6 +113,7 @@ class System:
         raise StartError(f"not ready after {timeout:g} s; --verbose shows why")
 
     def stop(self) -> None:
+        """Whatever has started."""
         for process in reversed(self.processes):
             if process.popen is not None:
                 process.popen.send_signal(signal.SIGTERM)
@@ -113,8 +123,10 @@ class System:
                     process.popen.wait(10)
                 except subprocess.TimeoutExpired:
                     process.popen.kill()
-        self._nats.stop()
-        shutil.rmtree(self._shm, ignore_errors=True)
+        if self.processes:
+            self._nats.stop()
+        if self._shm:
+            shutil.rmtree(self._shm, ignore_errors=True)
 
 
 class Client(asyncio.Protocol):
@@ -125,19 +137,21 @@ class Client(asyncio.Protocol):
         self._done: asyncio.Future[None] | None = None
         self.first = 0.0
         self.chunks = 0
+        self.tokens = 0
         self._tail = b""
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        count = data.count(b'"content"')
+        count = data.count(b'"content"') + data.count(b'"text"')
         if count and not self.first:
             self.first = time.perf_counter()
         self.chunks += count
-        self._tail = (self._tail + data)[-256:]
+        self._tail = (self._tail + data)[-512:]
         if self._tail.endswith(b"0\r\n\r\n") and self._done is not None and not self._done.done():
             if b"data: [DONE]" in self._tail:
+                self.tokens += sum(int(found[1]) for found in TOKENS.finditer(self._tail))
                 self._done.set_result(None)
             else:
                 self._done.set_exception(RuntimeError(f"the stream did not end well: {self._tail!r}"))
@@ -166,10 +180,21 @@ def requests(words: int, tokens: int, start: int, extra: dict[str, Any]) -> Iter
         message = {"role": "user", "content": f"{number} {text}"}
         fields = {"messages": [message], "max_tokens": tokens, "stream": True, "ignore_eos": True}
         body = json.dumps(fields | extra).encode()
-        yield HEAD % (len(body), body)
+        yield HEAD % (b"chat/completions", len(body), body)
 
 
-async def drive(port: int, concurrency: int, count: int, source: Iterator[bytes]) -> list[tuple[float, float, int]]:
+def completions(prompts: list[str], tokens: int, start: int, extra: dict[str, Any]) -> Iterator[bytes]:
+    """Requests for these prompts, in turns, each with a seed of its own."""
+    number = start
+    while True:
+        fields = {"prompt": prompts[number % len(prompts)], "max_tokens": tokens, "stream": True, "seed": number}
+        body = json.dumps(fields | {"stream_options": {"include_usage": True}} | extra).encode()
+        yield HEAD % (b"completions", len(body), body)
+        number += 1
+
+
+async def drive(port: int, concurrency: int, count: int, source: Iterator[bytes]) -> tuple[list[tuple[float, float, int]], int]:
+    """What each request said of itself, and the tokens of those that told."""
     loop = asyncio.get_running_loop()
     clients = [(await loop.create_connection(Client, "127.0.0.1", port))[1] for _ in range(concurrency)]
     results: list[tuple[float, float, int]] = []
@@ -182,7 +207,7 @@ async def drive(port: int, concurrency: int, count: int, source: Iterator[bytes]
     await asyncio.gather(*map(work, clients))
     for client in clients:
         client.transport.close()
-    return results
+    return results, sum(client.tokens for client in clients)
 
 
 def calibrate() -> float:
@@ -200,18 +225,21 @@ def percentile(values: list[float], share: float) -> float:
 
 async def measure(system: System, concurrency: int, words: int, args: argparse.Namespace, offset: int) -> dict[str, float]:
     """One repetition of one case."""
-    source = requests(words, args.tokens, offset, getattr(args, "body", {}))
+    extra = getattr(args, "body", {})
+    prompts = getattr(args, "texts", [])
+    source = completions(prompts, args.tokens, offset, extra) if prompts else requests(words, args.tokens, offset, extra)
     await drive(system.port, concurrency, args.warmup, source)
     await asyncio.sleep(0.2)
     slow = calibrate()
     before = {p.name: p.cpu() for p in system.processes}
     started = time.perf_counter()
-    results = await drive(system.port, concurrency, args.requests, source)
+    results, tokens = await drive(system.port, concurrency, args.requests, source)
     seconds = time.perf_counter() - started
     cpu = {p.name: (p.cpu() - before[p.name]) / args.requests * 1e3 for p in system.processes}
     ttft, e2e = [r[0] * 1e3 for r in results], [r[1] * 1e3 for r in results]
     return {
         "requests_per_second": args.requests / seconds, "chunks_per_second": sum(r[2] for r in results) / seconds,
+        **({"tokens_per_second": tokens / seconds} if tokens else {}),
         "ttft_p50_ms": percentile(ttft, 0.5), "ttft_p99_ms": percentile(ttft, 0.99),
         "e2e_p50_ms": percentile(e2e, 0.5), "e2e_p99_ms": percentile(e2e, 0.99),
         **{f"cpu_{name}_ms": value for name, value in cpu.items()}, "cpu_total_ms": sum(cpu.values()),
@@ -219,34 +247,61 @@ async def measure(system: System, concurrency: int, words: int, args: argparse.N
     }  # fmt: skip
 
 
-async def run(system: System, args: argparse.Namespace) -> list[dict[str, Any]]:
+async def run(system: System, args: argparse.Namespace, other: System | None = None) -> list[dict[str, Any]]:
     cases, offset = [], 0
-    for words in args.words:
+    for words in [0] if getattr(args, "texts", []) else args.words:
         for concurrency in args.concurrency:
-            runs = []
+            runs, others = [], []
             for _ in range(args.repeat):
                 runs.append(await measure(system, concurrency, words, args, offset))
+                if other is not None:
+                    others.append(await measure(other, concurrency, words, args, offset))
                 offset += args.requests + args.warmup
             case = {"concurrency": concurrency, "words": words, "tokens": args.tokens, "requests": args.requests}
-            case |= {key: round(statistics.median(run[key] for run in runs), 3) for key in runs[0]}
+            case |= medians(runs)
+            if others:
+                case["against"] = medians(others)
+                case["ratio"] = medians([ratios(*pair) for pair in zip(runs, others, strict=True)])
             cases.append(case)
     return cases
 
 
+def medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {key: round(statistics.median(run[key] for run in runs), 3) for key in runs[0]}
+
+
+def ratios(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return {key: one[key] / other[key] for key in one if other.get(key)}
+
+
 def show(cases: list[dict[str, Any]]) -> None:
     for case in cases:
-        print(f"\nconcurrency {case['concurrency']}, {case['words']}-word prompts, {case['tokens']} tokens out"
+        what = f"{case['words']}-word prompts," if case["words"] else "given prompts, at most"
+        print(f"\nconcurrency {case['concurrency']}, {what} {case['tokens']} tokens out"
               f" (load {case['load']:.1f}, loop {case['loop_ms']:.0f} ms)")  # fmt: skip
-        print(f"  {case['requests_per_second']:.0f} requests/s, {case['chunks_per_second']:.0f} chunks/s")
+        rate = f", {case['tokens_per_second']:.0f} tokens/s" if "tokens_per_second" in case else ""
+        print(f"  {case['requests_per_second']:.1f} requests/s, {case['chunks_per_second']:.0f} chunks/s{rate}")
         print(f"  first token p50 {case['ttft_p50_ms']:.2f} ms, p99 {case['ttft_p99_ms']:.2f} ms;"
               f" end p50 {case['e2e_p50_ms']:.2f} ms, p99 {case['e2e_p99_ms']:.2f} ms")  # fmt: skip
         each = ", ".join(f"{k[4:-3]} {v:.3f}" for k, v in case.items() if k.startswith("cpu_") and k != "cpu_total_ms")
         print(f"  CPU ms per request: {each}; all {case['cpu_total_ms']:.3f}")
+        if "ratio" in case:
+            ratio, what = case["ratio"], "tokens" if "tokens_per_second" in case else "requests"
+            name = f"{what}_per_second"
+            print(f"  against the other: {ratio[name]:.3f} x its {case['against'][name]:.1f} {what}/s,"
+                  f" first token p50 {ratio['ttft_p50_ms']:.3f} x, end p50 {ratio['e2e_p50_ms']:.3f} x,"
+                  f" CPU {ratio['cpu_total_ms']:.3f} x")  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
+
+    def variable(text: str) -> dict[str, str]:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ValueError
+        return {name: value}
 
     parser = argparse.ArgumentParser(prog="headrace bench gateway", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
@@ -260,18 +315,26 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--words", type=numbers, default=[8, 1024], metavar="N,N", help="words in a prompt (8,1024)")
     parser.add_argument("--tokens", type=int, default=16, help="tokens out (16)")
     parser.add_argument("--gateways", type=int, default=1, help="gateway processes on the port (1)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="send these (a JSON string a line), not words")
+    parser.add_argument("--against", type=variable, metavar="NAME=VALUE", help="a second system, with this in its environment")
     parser.add_argument("--verbose", action="store_true", help="show the logs of the services")
     args = parser.parse_args(argv)
-    system = System(args.engine, args.model, args.gateways, None if args.verbose else subprocess.DEVNULL)
+    args.texts = [json.loads(line) for line in args.prompts.read_text().splitlines()] if args.prompts else []
+    log = None if args.verbose else subprocess.DEVNULL
+    system = System(args.engine, args.model, args.gateways, log)
+    other = System(args.engine, args.model, args.gateways, log, args.against) if args.against else None
+    systems = [system, *([other] if other else [])]
     try:
-        system.start()
-        system.wait_ready()
-        cases = uvloop.run(run(system, args))
+        for one in systems:
+            one.start()
+            one.wait_ready()
+        cases = uvloop.run(run(system, args, other))
     except (StartError, ConnectionError, RuntimeError) as error:
         print(f"headrace bench gateway: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     finally:
-        system.stop()
+        for one in systems:
+            one.stop()
     if args.json:
         print(json.dumps({"bench": "gateway", "engine": args.engine, "cases": cases}))
     else:
