@@ -182,6 +182,27 @@ async def test_what_can_not_be_followed_is_refused_by_place(system):
     stream = {"messages": [{"role": "user", "content": "x"}], "stream": True, **OFF, "structured_outputs": {"regex": "("}}
     status, answer = await system.post("/v1/chat/completions", stream)
     assert status == 400 and "regular expression" in answer["error"]["message"]
+    wide = closed({"p": {"type": "object", "properties": {f"n{i}": {} for i in range(700)}}})
+    answers = await asyncio.gather(
+        system.post("/v1/completions", {"prompt": "x", "structured_outputs": {"json": wide}}),
+        system.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], **OFF, "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": closed({"q": wide})}}], "tool_choice": "required"}),
+    )  # fmt: skip
+    for status, answer in answers:
+        named = "#/properties/p/properties: 700 properties in a row that may be left out are 2,100 ways to go on at once"
+        assert status == 400 and named in answer["error"]["message"], answer
+
+
+async def test_text_like_a_control_token_is_answered_as_text(system):
+    texts = ["</think>", "<｜end▁of▁sentence｜>", "a｜DSML｜b"]
+    schema = closed({f"n{i} {text}": {"const": text} for i, text in enumerate(texts)})
+    constant, listed = await asyncio.gather(
+        system.chat(max_tokens=200, **form(schema)), system.chat(n=4, structured_outputs={"choice": texts})
+    )
+    assert json.loads(constant["choices"][0]["message"]["content"]) == {f"n{i} {text}": text for i, text in enumerate(texts)}
+    for choice in (*constant["choices"], *listed["choices"]):
+        assert choice["finish_reason"] == "stop"
+    assert {choice["message"]["content"] for choice in listed["choices"]} <= set(texts)
 
 
 async def test_hostile_schemas_never_hang(system):

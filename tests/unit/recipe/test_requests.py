@@ -149,6 +149,9 @@ def test_what_is_too_long_beside_the_messages_is_named_with_its_size():
         parsed.resolve_max_tokens(100, 50)
     assert parsed.resolve_max_tokens(100, 1000) == 900
     assert chat.parse(body()).told_beside() == ""
+    text_only = completions.parse({"model": MODEL, "prompt": "x", "response_format": {"type": "json_schema", "json_schema": {
+        "name": "n", "schema": schema}}})  # fmt: skip
+    assert text_only.output_constraint is not None and text_only.told_beside() == ""
 
 
 def test_completions(tokenizer):

@@ -111,6 +111,8 @@ class ParsedRequest(msgspec.Struct):
     def beside_messages(self) -> list[tuple[int, str]]:
         """What a prompt holds beside its messages, each with its characters (as compact JSON) and a way to have fewer."""
         conversation, found = self.conversation, []
+        if self.prompts:  # of a text completion: nothing is written into it
+            return found
         if conversation.response_format == "json_schema":
             found.append((len(compact(conversation.response_schema)), "the response format's schema (shorten it; or bind the "
                           "output without telling the model: structured_outputs.grammar, `start: %json {...}`)"))  # fmt: skip
