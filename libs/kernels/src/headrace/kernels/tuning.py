@@ -10,8 +10,6 @@ def sparse_attention(layout: str, dim: int) -> dict[str, int]:
     """SPREAD: see `attention_core.attend`."""
     if INTERPRETED:
         return {"BLOCK_N": 16, "STAGES": 1, "SPREAD": 1, "num_warps": 4}
-    if layout == "bf16" and dim == 576:
-        return {"BLOCK_N": 64, "STAGES": 2, "SPREAD": 0, "num_warps": 8}
     return {"BLOCK_N": 64, "STAGES": 3, "SPREAD": 1, "num_warps": 8}
 
 
@@ -23,7 +21,7 @@ def mla_decode(layout: str, rows: int) -> dict[str, int]:
         block_m = 16 if rows <= 16 else 32
         return {"BLOCK_M": block_m, "BLOCK_N": 64, "STAGES": 2, "SPREAD": 0, "WAVES": 8, "num_warps": 4}
     if layout == "bf16":
-        return {"BLOCK_M": 64, "BLOCK_N": 32, "STAGES": 5, "SPREAD": 1, "WAVES": 8, "num_warps": 8}
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 2, "SPREAD": 1, "WAVES": 8, "COLUMNS": 512, "num_warps": 8}
     return {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3, "SPREAD": 1, "WAVES": 8, "num_warps": 8}
 
 
