@@ -54,6 +54,44 @@ async def test_echo_tells_those_of_the_prompt_before_those_of_the_output(cluster
         assert text[at : at + len(token)] == token
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompts", [IDS, [IDS, IDS[:3]]])
+async def test_echo_of_a_prompt_alone(cluster, tokenizer, stream, prompts):
+    """`max_tokens` 0: a prompt is scored, and no output is told or counted."""
+    asked = completion(echo=True, logprobs=1, max_tokens=0, prompt=prompts)
+    if stream:
+        asked["stream_options"] = {"include_usage": True}
+        chunks = [chunk for chunk in await cluster.stream(asked, "/v1/completions") if isinstance(chunk, dict)]
+        choices, usage = [chunk["choices"][0] for chunk in chunks[:-1]], chunks[-1]["usage"]
+        assert all(choice["text"] == "" and choice["logprobs"] is None for choice in choices if choice["finish_reason"])
+    else:
+        body = (await cluster.post(asked, "/v1/completions"))[2]
+        choices, usage = body["choices"], body["usage"]
+    told = {choice["index"]: choice for choice in choices if choice["text"]}
+    for number, prompt in enumerate([prompts] if prompts is IDS else prompts):
+        assert told[number]["text"] == tokenizer.decode(prompt)
+        scores = told[number]["logprobs"]["token_logprobs"]
+        assert scores == [None, *(-place / 100 for place in range(1, len(prompt)))]
+    assert {choice["finish_reason"] for choice in choices} - {None} == {"length"}
+    assert usage["completion_tokens"] == 0 and usage["total_tokens"] == usage["prompt_tokens"]
+    assert {admit.sampling.max_tokens for admit in cluster.decodes[0].admits} == {1}
+
+
+async def test_a_prompt_alone_without_its_echo_is_nothing(cluster):
+    status, _, body = await cluster.post(completion(max_tokens=0), "/v1/completions")
+    assert status == 400 and body["error"]["message"].endswith("393216]; 0 needs echo, for the prompt alone")
+
+
+async def test_an_output_that_stops_at_once_has_empty_lists(cluster):
+    _, _, body = await cluster.post(completion(stop="the", logprobs=1), "/v1/completions")
+    lists = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    assert body["choices"][0]["text"] == "" and body["choices"][0]["logprobs"] == {name: [] for name in lists}
+    _, _, body = await cluster.post(chat(stop="the", logprobs=True))
+    assert body["choices"][0]["message"]["content"] == "" and body["choices"][0]["logprobs"] == {"content": []}
+    _, _, body = await cluster.post(chat(stop="the"))
+    assert body["choices"][0]["logprobs"] is None
+
+
 async def test_a_text_prompt_has_its_bos_among_the_tokens_and_not_in_the_text(cluster):
     _, _, body = await cluster.post(completion(prompt="the water runs", echo=True, logprobs=0), "/v1/completions")
     told = body["choices"][0]["logprobs"]

@@ -117,7 +117,10 @@ def _completions(parsed: ParsedRequest, context: Context) -> list[ReplyStream]:
 
 
 def _detailed(streams: list[Any], parsed: ParsedRequest, context: Context) -> list[Any]:
-    """Writers that tell more get to know what."""
+    """Writers get to know what else was asked for."""
+    for stream in streams:
+        stream.wants_logprobs = parsed.sampling.logprobs
+        stream.prompt_only = bool(parsed.extras.get("prompt_only"))
     if _DETAILS & parsed.extras.keys():
         for number, stream in enumerate(streams):
             stream.running_usage = bool(parsed.extras.get("continuous_usage_stats"))

@@ -12,6 +12,8 @@ import time
 from array import array
 from collections.abc import Callable
 
+import msgspec
+
 from headrace.bus import messages as m
 from headrace.recipe.jsontext import compact
 from headrace.recipe.stream import ReplyStream, ResponsesStream, Usage
@@ -120,6 +122,9 @@ class Part:
         stream, reply = self._streams[choice], self._reply
         if not reply.first_token:
             reply.first_token = time.monotonic()
+        if stream.prompt_only:
+            reply.buffer.append(stream.first())
+            return -1
         entries = None if logprobs is None else [(entry.logprob, entry.top) for entry in logprobs]
         reply.buffer.append(stream.push(ids, entries))
         if self._ids:
@@ -133,6 +138,7 @@ class Part:
             stream.prompt_scores = entries
 
     def finish(self, choice: int, reason: str, last: bool) -> None:
+        reason = "length" if self._streams[choice].prompt_only else reason
         if last:
             self._last = (choice, reason)
         else:
@@ -141,6 +147,8 @@ class Part:
 
     def end(self, usage: m.Usage) -> None:
         choice, reason = self._last
+        if self._streams[choice].prompt_only:
+            usage = msgspec.structs.replace(usage, completion_tokens=0)
         self._reply.part_ended(usage, self._streams[choice], reason)
         self._over(choice)
 

@@ -97,6 +97,8 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
         extras["echo"] = True
         if request.logprobs is not None:  # those of the prompt are told too, as those of the output are
             extras["echo_logprobs"] = request.logprobs
+        if request.max_tokens == 0:  # a worker samples one token all the same, which is not told
+            extras["prompt_only"] = True
     if request.suffix is not None:
         extras["suffix"] = request.suffix
     if getattr(request.stream_options, "continuous_usage_stats", None):
@@ -158,7 +160,12 @@ def _sampling(request: CompletionRequest, stops: list[str], options: ConversionO
     if request.logprobs is not None and request.logprobs > 20:
         raise RecipeError("Invalid logprobs value, the valid range of logprobs is [0, 20]", param="logprobs")
     bound = options.max_tokens_bound(False)
-    if request.max_tokens is not None and not 1 <= request.max_tokens <= bound:
+    if request.max_tokens == 0 and not request.echo:
+        raise RecipeError(
+            f"Invalid max_tokens value, the valid range of max_tokens is [1, {bound}]; 0 needs echo, for the prompt alone",
+            param="max_tokens",
+        )
+    if request.max_tokens is not None and request.max_tokens > bound:
         raise RecipeError(f"Invalid max_tokens value, the valid range of max_tokens is [1, {bound}]")
     if request.seed is not None and request.seed >= 2**63:
         raise RecipeError("Invalid seed value, the valid range of seed is [0, 2^63)")
@@ -168,7 +175,7 @@ def _sampling(request: CompletionRequest, stops: list[str], options: ConversionO
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         seed=request.seed,
-        max_tokens=16 if request.max_tokens is None else request.max_tokens,
+        max_tokens=16 if request.max_tokens is None else max(1, request.max_tokens),
         stop=stops,
         logprobs=request.logprobs is not None,
         top_logprobs=request.logprobs,

@@ -69,7 +69,7 @@ class ChatStream(ReplyStream):
         return {
             "index": self.index,
             "message": message,
-            "logprobs": self._logprobs or None,
+            "logprobs": self._logprobs or ({"content": []} if self.wants_logprobs else None),
             "finish_reason": self.finish_reason,
         }
 

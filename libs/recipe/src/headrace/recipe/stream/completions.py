@@ -54,7 +54,7 @@ class CompletionStream(ReplyStream):
         choice = {
             "index": self.index,
             "text": self.echo + "".join(self.content),
-            "logprobs": self._logprobs or None,
+            "logprobs": self._logprobs or (self._legacy([]) if self.wants_logprobs else None),
             "finish_reason": self.finish_reason,
         }
         if self.prompt_logprobs is not None:

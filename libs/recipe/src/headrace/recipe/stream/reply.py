@@ -45,6 +45,8 @@ class ReplyStream:
     """
 
     protocol: ClassVar[str] = ""
+    wants_logprobs: bool = False  # of the output: then an output without a token has empty lists, not null
+    prompt_only: bool = False  # nothing of the output is told, nor counted
 
     def __init__(
         self,
