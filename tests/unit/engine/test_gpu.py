@@ -12,6 +12,9 @@ from headrace.engine.batch import Segment
 from headrace.engine.config import ConfigError
 from headrace.engine.loader import LoadOptions, load_model
 from headrace.engine.make_checkpoint import make_checkpoint
+from headrace.engine.models.v41.gpu import bench_drafts
+from headrace.engine.models.v41.gpu.bench import SMALL, build, configure
+from headrace.engine.models.v41.gpu.bench_host import without_device
 from headrace.engine.models.v41.gpu.rows import (
     FLOOR,
     FROM_END,
@@ -81,6 +84,14 @@ def test_what_the_host_says_of_rows():
     assert longer.tables.tolist() == [[7, 5, 9, 0]]
     with pytest.raises(ValueError, match="200 tokens need 4 blocks, the block table has 3"):
         host_rows([Piece(0, 199, 200, 0)], segments, tables, **(sizes | {"blocks": 4}))
+
+
+def test_the_drafts_bench_runs_the_whole_engine_three_ways():
+    """On passes of zeros, so no kernel runs: the host's part of a step, the scheduler and the lot are real."""
+    model = without_device(build(configure(SMALL, 6, 4, draft=True), torch.device("cpu")))
+    row = bench_drafts.engine(model, 2, bench_drafts.by_lot(8, 0.05, [0.8] * 5))
+    assert row["none"] > 0 and row["scheduled"] > 0 and row["of_best"] > 0
+    assert row["length_none"] == 1.0 and 1.5 < row["length_full"] < 5.5  # 3.4 are expected
 
 
 @pytest.mark.parametrize("rows", [1, 16, 33, 100, 200, 400, 1000, 5000])

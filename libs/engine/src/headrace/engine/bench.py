@@ -33,7 +33,7 @@ FORWARD_PARTS = ("attn", "ffn", "engram")  # modules of a layer; what is left is
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _arguments().parse_args(argv)
+    args = arguments().parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.grammar:
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _arguments() -> argparse.ArgumentParser:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="headrace bench engine", description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--preset", choices=sorted(PRESETS), default="nano", help="a random checkpoint (default nano)")

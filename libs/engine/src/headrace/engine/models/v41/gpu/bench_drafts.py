@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .... import bench as engine_bench
 from .... import bench_speculation
 from ....speculation import StepCurve
 from ....speculation_sim import BUDGETS, PROFILES, Machine, throughput
@@ -81,6 +82,13 @@ def policy(forward: Curve, draft: Curve, profile: list[float], batch: int) -> di
     return rate | {"of_best": rate["scheduled"] / max(rate["none"], rate["full"])}
 
 
+def by_lot(prompt: int, seconds: float, profile: list[float]) -> argparse.Namespace:
+    """What `headrace bench engine --speculation` has by default, but for these."""
+    given = engine_bench.arguments().parse_args([])
+    given.prompt, given.seconds, given.profile, given.spread, given.output = prompt, seconds, profile, 0.1, 2048
+    return given
+
+
 def engine(model: V41Gpu, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     """The whole engine, three ways in turns; wall time."""
     ways = bench_speculation.ways_of(model, batch, args)
@@ -118,10 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
                 row = rows.add(names, lambda p=profile, b=batch: policy(forward, draft, p, b))
                 worst["policy"] = min(worst.get("policy", 9.9), row.get("of_best", 9.9))
     if options.engine:
-        given = argparse.Namespace(
-            prompt=options.prompt, output=2048, seconds=options.seconds, rollback_gate=1.0, temperature=0.0, seed=0, spread=0.1,
-            profile=options.profile or PROFILES["0.8 falling"],
-        )  # fmt: skip
+        given = by_lot(options.prompt, options.seconds, options.profile or PROFILES["0.8 falling"])
         for batch in options.batch:
             row = rows.add({"engine": "0.8 falling", "batch": batch}, lambda b=batch: engine(model, b, given))
             worst["engine"] = min(worst.get("engine", 9.9), row.get("of_best", 9.9))
