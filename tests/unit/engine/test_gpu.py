@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from headrace.engine.make_checkpoint import make_checkpoint
 from headrace.engine.models.v41.gpu import bench_drafts
 from headrace.engine.models.v41.gpu.bench import SMALL, build, configure
 from headrace.engine.models.v41.gpu.bench_host import without_device
+from headrace.engine.models.v41.gpu.graph import Graph, fill
 from headrace.engine.models.v41.gpu.rows import (
     FLOOR,
     FROM_END,
@@ -25,8 +27,10 @@ from headrace.engine.models.v41.gpu.rows import (
     SCRATCH,
     SEQUENCE,
     SLOT,
+    SentTables,
     Tables,
     host_rows,
+    table_rows,
 )
 from headrace.engine.models.v41.rows import Piece
 from headrace.kernels import gemm_upcast, tuning
@@ -65,25 +69,82 @@ def test_rows_are_those_of_the_cpu_and_the_same_in_any_batch(pieces, what):
 
 
 def test_what_the_host_says_of_rows():
-    """A piece longer than a ring takes a scratch line behind the slots; a table that grew is read anew."""
-    tables, table = Tables(), [7, 5]
-    segments = [Segment(2, 100, [1] * 3, [], table), Segment(0, 5, [1] * 9, [], [3])]
+    """A piece longer than a ring takes a scratch line behind the slots."""
+    segments = [Segment(2, 100, [1] * 3, [], [7, 5]), Segment(0, 5, [1] * 9, [], [3])]
     pieces = [Piece(0, 100, 103, 0), Piece(1, 5, 14, 2)]
-    sizes = {"window": 8, "ring": 20, "slots": 3, "longest": 8, "padded": 13, "blocks": 2, "block_tokens": 64}
-    rows = host_rows(pieces, segments, tables, **sizes)
+    sizes = {"window": 8, "ring": 20, "slots": 3, "longest": 8, "padded": 13}
+    rows = host_rows(pieces, segments, **sizes)
     line = 4 * 20 - (5 - 7)
-    assert rows.tables.tolist() == [[7, 5], [3, 0]]
     assert rows.matrix[[POSITION, SEQUENCE, SLOT, SCRATCH, IN_PIECE, FROM_END, LIVE], 1].tolist() == [101, 0, 2, RING, 1, 2, 1]
     assert rows.matrix[[POSITION, SLOT, FLOOR, SCRATCH, IN_PIECE, FROM_END], 4].tolist() == [6, 0, 2, line, 1, 8]
     assert rows.matrix[[SLOT, SCRATCH, LIVE], 12].tolist() == [3, RING, 0]  # padding: the spare slot
     history, line_of_history, kept, ring_of_kept = (part.tolist() for part in rows.copies)
     assert (history, line_of_history) == ([0, 1, 2, 3, 4], [line + p for p in range(5)])
     assert (kept, ring_of_kept) == ([line + p for p in range(5, 14)], list(range(5, 14)))
+
+
+def test_a_block_table_that_grew_is_read_anew():
+    tables, table = Tables(), [7, 5]
+    segments = [Segment(2, 100, [1] * 3, [], table), Segment(0, 5, [1] * 9, [], [3])]
+    assert table_rows([Piece(0, 100, 103, 0), Piece(1, 5, 14, 2)], segments, tables, 2, 64).tolist() == [[7, 5], [3, 0]]
     table.append(9)
-    longer = host_rows([Piece(0, 128, 129, 0)], segments, tables, **(sizes | {"blocks": 4}))
-    assert longer.tables.tolist() == [[7, 5, 9, 0]]
+    assert table_rows([Piece(0, 128, 129, 0)], segments, tables, 4, 64).tolist() == [[7, 5, 9, 0]]
     with pytest.raises(ValueError, match="200 tokens need 4 blocks, the block table has 3"):
-        host_rows([Piece(0, 199, 200, 0)], segments, tables, **(sizes | {"blocks": 4}))
+        table_rows([Piece(0, 199, 200, 0)], segments, tables, 4, 64)
+
+
+def test_block_tables_on_the_device_are_those_of_the_batch_after_any_history():
+    """Sequences come, grow, step back, are given other blocks, change places and leave; two graphs take turns, and a pool of
+    states follows another. What the device holds is what making the tables anew gives, and little of it is sent in between."""
+    draw, block_tokens, blocks, most, sent, steps = np.random.default_rng(5), 4, 8, 6, [], []
+    graphs = [Graph(lambda t: t, [SentTables(rows, blocks)], torch.device("cpu")) for rows in (most, most + 2)]
+    for _ in range(2):
+        known, live = Tables(), {}
+        for _step in range(300):
+            for slot in range(most):
+                chance = draw.random()
+                if slot not in live or chance < 0.02:
+                    live[slot] = [int(draw.integers(1, 9)), draw.integers(0, 99, blocks).tolist()]
+                elif chance < 0.03:
+                    del live[slot]
+                elif chance < 0.1:
+                    live[slot][0] = max(1, live[slot][0] - int(draw.integers(1, 5)))  # drafts that did not stand
+                else:
+                    live[slot][0] = min(live[slot][0] + 1, blocks * block_tokens)
+            batch = list(live.items())[: int(draw.integers(3, most + 1))] if draw.random() < 0.2 else list(live.items())
+            segments, pieces = [], []
+            for slot, (stop, table) in batch:
+                held = -(-stop // block_tokens) + int(draw.integers(0, 2))
+                pieces.append(Piece(len(segments), stop - 1, stop, 0))
+                segments.append(Segment(slot, stop - 1, [1], [], table[: min(held, blocks)]))
+            graph = graphs[int(draw.random() < 0.1)]
+            graph.tables.put(pieces, segments, known, block_tokens)
+            changes = graph.tables.unsent()
+            sent.append(graph.tables.array.size if changes is None else len(changes[0]))
+            place = graph([graph.tables])
+            anew = table_rows(pieces, segments, Tables(), blocks, block_tokens)
+            assert place[: len(pieces)].tolist() == anew.tolist() and not place[len(pieces) :].any()
+            steps.append(place.numel())
+    assert 0 < np.median(sent) < 0.15 * np.median(steps)
+
+
+def test_what_was_not_sent_is_sent_with_the_next():
+    """As when an allocation fails between the two."""
+    sent, known, table = SentTables(2, 16), Tables(), [4, 6]
+    for stop, more in ((8, []), (9, [9]), (13, [2])):
+        table += more
+        sent.put([Piece(0, stop - 1, stop, 0)], [Segment(0, stop - 1, [1], [], list(table))], known, 4)
+    places, values = sent.unsent()
+    assert dict(zip(places.tolist(), values.tolist(), strict=True)) == {0: 4, 1: 6, 2: 9, 3: 2}
+    sent.sent()
+    assert len(sent.unsent()[0]) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.float32])
+def test_host_tensors_are_copied_bit_for_bit(dtype):
+    values = torch.randn(7, 5).mul(9).to(dtype)
+    for case in (values, values.T, values[:0], values[2, 3]):
+        assert torch.equal(fill(torch.empty(case.shape, dtype=dtype), case), case)
 
 
 def test_the_drafts_bench_runs_the_whole_engine_three_ways():

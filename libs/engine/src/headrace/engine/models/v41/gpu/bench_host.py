@@ -6,8 +6,8 @@ Everything of `V41Gpu.forward` runs, from segments to the inputs of a captured p
 itself gives zeros. Sequences move on by a token a step and get their tables as the scheduler gives them: a new list each time,
 with another block every 128 tokens. A model of the smallest dimensions does: nothing here depends on widths, but for Engram's
 memory. Reported per batch and context, in microseconds of a step: the median and the slowest tenth by the clock, and processor
-time of all threads, which other work on the machine changes least. `--device cuda` counts staging in pinned memory and the calls
-that start copies; the default, a CPU, counts plain copies in their place.
+time of all threads, which other work on the machine changes least. `--device cuda` counts staging in pinned memory and starting
+copies; the default, a CPU, counts plain copies in their place.
 """
 
 from __future__ import annotations

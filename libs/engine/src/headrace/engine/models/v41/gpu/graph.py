@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .rows import GpuRows
+from .rows import GpuRows, SentTables
 
 Value = np.ndarray | torch.Tensor
 
@@ -23,7 +23,20 @@ def staged(values: Value, device: torch.device) -> torch.Tensor:
     """Host values where a copy to the device does not hold up the host: a copy from pageable memory may wait for everything
     before it. The allocator of pinned memory does not give it to others before the copy is over. Device tensors stay."""
     host = torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
-    return host.pin_memory() if device.type == "cuda" and host.device.type == "cpu" else host
+    if device.type != "cuda" or host.device.type != "cpu":
+        return host
+    return fill(torch.empty(host.shape, dtype=host.dtype, pin_memory=True), host)
+
+
+def fill(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Copy between host tensors of one shape and type, by this thread: the framework would wake a thread for every 32 k values
+    and wait for the last, which on a machine with other work costs milliseconds. target: contiguous."""
+    np.copyto(_bytes(target), _bytes(values.contiguous()))
+    return target
+
+
+def _bytes(values: torch.Tensor) -> np.ndarray:
+    return values.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 @dataclass(slots=True)
@@ -54,7 +67,8 @@ def _warm_up_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Graph:
-    """A captured pass of one shape. `run` launches it on these very tensors, one for each of `values`.
+    """A captured pass of one shape. `run` launches it on these very tensors, one for each of `values`. Of block tables, which
+    are much the same in every step, only what is new is written.
 
     `pool`: of a graph that is never replayed at the same time, to share the memory of intermediate results with; the output of
     each stays its own.
@@ -62,8 +76,12 @@ class Graph:
 
     WARM_UPS = 2  # Triton compiles and chooses in the first; the capture itself must not
 
-    def __init__(self, run: Callable[..., Any], values: Sequence[Value], device: torch.device, pool: Any = None) -> None:
-        self.inputs = [torch.as_tensor(value).to(device, copy=True) for value in values]
+    def __init__(
+        self, run: Callable[..., Any], values: Sequence[Value | SentTables], device: torch.device, pool: Any = None
+    ) -> None:
+        self.tables = next((value for value in values if isinstance(value, SentTables)), None)
+        arrays = [value.array if value is self.tables else value for value in values]
+        self.inputs = [torch.as_tensor(array).to(device, copy=True) for array in arrays]
         self.run = lambda: run(*self.inputs)
         self.graph: torch.cuda.CUDAGraph | None = None
         if device.type != "cuda":
@@ -84,9 +102,12 @@ class Graph:
     def pool(self) -> Any:
         return None if self.graph is None else self.graph.pool()
 
-    def __call__(self, values: Sequence[Value]) -> Any:
+    def __call__(self, values: Sequence[Value | SentTables]) -> Any:
         for place, value in zip(self.inputs, values, strict=True):
-            place.copy_(staged(value, place.device), non_blocking=True)
+            if isinstance(value, SentTables):
+                _send(value, place)
+            else:
+                place.copy_(staged(value, place.device), non_blocking=True)
         return self.replay()
 
     def replay(self) -> Any:
@@ -95,3 +116,14 @@ class Graph:
             return self.run()
         self.graph.replay()
         return self.out
+
+
+def _send(tables: SentTables, place: torch.Tensor) -> None:
+    """Bring the device's copy up to date, behind the passes that read it as it was."""
+    changes = tables.unsent()
+    if changes is None:
+        place.copy_(staged(tables.array, place.device), non_blocking=True)
+    elif len(changes[0]):
+        index, values = (staged(part, place.device).to(place.device, non_blocking=True) for part in changes)
+        place.view(-1).index_copy_(0, index, values)
+    tables.sent()

@@ -42,7 +42,7 @@ from ..rows import Piece, piece_of, row_zero
 from .beside import Beside
 from .draft import Draft, block_rows, block_values
 from .graph import Graph, Images, Inputs, Value, staged
-from .rows import Copies, GpuRows, HostRows, host_rows
+from .rows import Copies, GpuRows, HostRows, SentTables, host_rows, table_rows
 from .states import GpuStatePool
 from .weights import Attention, Experts, Layer, Mix, Weight
 
@@ -146,17 +146,17 @@ class V41Gpu:
         check_batch(segments, states)
         pieces = [self._encoder_piece(i, s, states) for i, s in enumerate(segments)]
         kept = self._decoder_pieces(pieces, segments, states)
-        short = kept == pieces and all(p.length <= LONGEST and not segments[p.index].images for p in pieces)
-        blocks = _bucket(max(-(-piece.stop // self.spec.block_tokens) for piece in pieces))
-        host = self._host(pieces, segments, states, blocks, short)
+        short = kept == pieces and all(len(s.ids) <= LONGEST and not s.images for s in segments)
+        blocks = _bucket(-(-max(piece.stop for piece in pieces) // self.spec.block_tokens))
+        host = self._host(pieces, segments, states, short)
         states.ensure_scratch(host.scratch)
         ids = np.zeros(host.matrix.shape[1], np.int32)
         ids[: host.count] = [token for piece in pieces for token in segments[piece.index].ids]
         memory = self._memory(pieces, segments, host.matrix.shape[1])
         if short and self.graphs:
-            hidden = self._replay(host, ids, memory, kv, states)
+            hidden = self._replay(host, ids, memory, pieces, segments, blocks, kv, states)
         else:
-            hidden = self._uncaptured(host, ids, memory, pieces, kept, segments, kv, states)
+            hidden = self._uncaptured(host, ids, memory, pieces, kept, segments, blocks, kv, states)
         if hidden is None:
             return torch.zeros(0, self.hidden_size, dtype=self.dtype, device=self.device)
         return hidden.index_select(0, self._upload(_places(kept, segments)))
@@ -225,24 +225,20 @@ class V41Gpu:
                 first = states.advance(DECODER, segment.slot, start, piece.stop)
                 states.advance(DRAFT, segment.slot, start, piece.stop)
                 floor = max(first, segment.window_floor, segment.decoder_floor)
-                kept.append(piece_of(piece.index, start, piece.stop, floor, self.config.sliding_window))
+                same = start == piece.start and floor == piece.floor  # the usual case of decode, where a comparison is dear
+                kept.append(piece if same else piece_of(piece.index, start, piece.stop, floor, self.config.sliding_window))
         return kept
 
-    def _host(
-        self, pieces: list[Piece], segments: Sequence[Segment], states: GpuStatePool, blocks: int, short: bool
-    ) -> HostRows:
+    def _host(self, pieces: list[Piece], segments: Sequence[Segment], states: GpuStatePool, short: bool) -> HostRows:
         count = sum(piece.length for piece in pieces)
         return host_rows(
             pieces,
             segments,
-            states.tables,
             window=self.config.sliding_window,
             ring=states.ring,
             slots=states.slots,
             longest=LONGEST,
             padded=_padded(count) if short and self.graphs else count,
-            blocks=blocks,
-            block_tokens=self.spec.block_tokens,
         )
 
     def _memory(self, pieces: list[Piece], segments: Sequence[Segment], padded: int) -> dict[int, torch.Tensor]:
@@ -292,29 +288,41 @@ class V41Gpu:
         pieces: list[Piece],
         kept: list[Piece],
         segments: Sequence[Segment],
+        blocks: int,
         kv: KVPool,
         states: GpuStatePool,
     ) -> torch.Tensor | None:
-        rows = self._rows(host, self._upload(host.matrix), self._upload(host.tables), states)
+        def placed(host: HostRows, pieces: list[Piece]) -> GpuRows:
+            tables = table_rows(pieces, segments, states.tables, blocks, self.spec.block_tokens)
+            return self._rows(host, self._upload(host.matrix), self._upload(tables), states)
+
+        rows = placed(host, pieces)
         memory = {layer: staged(values, self.device).to(self.device, non_blocking=True) for layer, values in memory.items()}
         inputs = Inputs(self._upload(ids), rows, memory, images=self._images(pieces, segments, host.matrix.shape[1]))
         if not kept:
             self.run(inputs, kv, states, until=self.config.cut_layer)
             return None
         if kept != pieces:
-            second = self._host(kept, segments, states, host.tables.shape[1], False)
+            second = self._host(kept, segments, states, False)
             states.ensure_scratch(second.scratch)
-            decoder = self._rows(second, self._upload(second.matrix), self._upload(second.tables), states)
-            inputs.decoder = decoder, self._upload(_among(kept, pieces))
+            inputs.decoder = placed(second, kept), self._upload(_among(kept, pieces))
         return self.run(inputs, kv, states)
 
     def _replay(
-        self, host: HostRows, ids: np.ndarray, memory: dict[int, torch.Tensor], kv: KVPool, states: GpuStatePool
+        self,
+        host: HostRows,
+        ids: np.ndarray,
+        memory: dict[int, torch.Tensor],
+        pieces: list[Piece],
+        segments: Sequence[Segment],
+        blocks: int,
+        kv: KVPool,
+        states: GpuStatePool,
     ) -> torch.Tensor:
-        pieces = _padded(host.tables.shape[0])
-        tables = np.zeros((pieces, host.tables.shape[1]), np.int32)
-        tables[: host.tables.shape[0]] = host.tables
-        key = (*host.matrix.shape, *tables.shape, kv.data.data_ptr(), *states.places)
+        shape = _padded(len(pieces)), blocks
+        key = (*host.matrix.shape, *shape, kv.data.data_ptr(), *states.places)
+        tables = self.captured[key].tables if key in self.captured else SentTables(*shape)
+        tables.put(pieces, segments, states.tables, self.spec.block_tokens)
 
         def run(ids: torch.Tensor, matrix: torch.Tensor, tables: torch.Tensor, *memory: torch.Tensor) -> torch.Tensor:
             rows = self._rows(host, matrix, tables, states)
@@ -327,7 +335,7 @@ class V41Gpu:
         layers = list(memory)
         return self._captured(key, run, [ids, host.matrix, tables, *memory.values()])
 
-    def _captured(self, key: tuple, run: Callable[..., Any], values: list[Value]) -> Any:
+    def _captured(self, key: tuple, run: Callable[..., Any], values: list[Value | SentTables]) -> Any:
         """What `run` makes of the values: captured when a key is new, then replayed."""
         if key not in self.captured:
             other = next(iter(self.captured.values()), None)

@@ -1,7 +1,7 @@
 """The rows of one phase of a GPU pass: what the host says of each row, and every index that follows from it.
 
-The host writes one small integer matrix (a column per row) and the block tables; all other indices are computed from
-these on the device, in operations of fixed shape, so that a captured graph can be replayed with another batch. Padding
+The host writes one small integer matrix (a column per row) and what is new in the block tables; all other indices are computed
+from these on the device, in operations of fixed shape, so that a captured graph can be replayed with another batch. Padding
 rows have `live` 0: they write nothing that is read and read nothing.
 
 Where window KV lies: a pool of entries per layer, `ring` of them for every state slot (position p at p % ring), and
@@ -11,7 +11,8 @@ Knows positions and places; does not know weights or formats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from ....batch import Segment
-from ..rows import Piece, padded_table
+from ..rows import Piece
 
 # Rows of the host's matrix.
 POSITION, SEQUENCE, SLOT, FLOOR, WRITE_FLOOR, SCRATCH, IN_PIECE, FROM_END, LIVE = range(9)
@@ -40,51 +41,129 @@ class Copies:
 
 @dataclass(slots=True)
 class HostRows:
-    """What travels to the device: matrix int32 [FIELDS, padded], tables int32 [pieces, blocks]."""
+    """What travels to the device besides block tables: matrix int32 [FIELDS, padded]."""
 
     matrix: np.ndarray
-    tables: np.ndarray
     copies: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None
     scratch: int  # entries of the scratch line in use
     count: int
+
+
+@dataclass(slots=True)
+class Table:
+    """A block table as an array with room to grow. `version`: no other table ever had it; growth leaves it as it is."""
+
+    blocks: Sequence[int]
+    array: np.ndarray  # int32, [: len(blocks)] in use
+    version: int
+
+
+_VERSIONS = itertools.count(1)
 
 
 class Tables:
     """Block tables as arrays, by state slot: a long list takes far longer to convert than to compare."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Sequence[int], np.ndarray]] = {}
+        self._known: dict[int, Table] = {}
 
-    def row(self, slot: int, table: Sequence[int], blocks: int, tokens: int) -> np.ndarray:
-        """The first `blocks` of a table, which `tokens` tokens need: int32 [blocks]."""
+    def row(self, slot: int, table: Sequence[int], blocks: int, tokens: int) -> Table:
+        """A table whose first `blocks` hold `tokens` tokens. ValueError when it is shorter."""
+        if len(table) < blocks:
+            raise ValueError(f"{tokens} tokens need {blocks} blocks, the block table has {len(table)}")
         known = self._known.get(slot)
-        if known is None or known[0] != table or len(table) < blocks:
-            padded_table(table, blocks, blocks, tokens)  # long enough?
-            known = self._known[slot] = (table if isinstance(table, range) else list(table), np.array(table, np.int32))
-        return known[1][:blocks]
+        had = 0 if known is None else len(known.blocks)
+        if known is not None and (known.blocks if len(table) >= had else known.blocks[: len(table)]) == table:
+            return known
+        if 0 < had < len(table) and table[:had] == known.blocks:
+            if len(known.array) < len(table):
+                known.array = np.concatenate([known.array[:had], np.empty(len(table), np.int32)])
+            known.array[had : len(table)] = table[had:]
+        else:
+            known = self._known[slot] = Table((), np.array(table, np.int32), next(_VERSIONS))
+        known.blocks = table if isinstance(table, range) else list(table)
+        return known
+
+
+def _needed(
+    pieces: Sequence[Piece], segments: Sequence[Segment], known: Tables, block_tokens: int
+) -> Iterator[tuple[Table, int]]:
+    """Of each piece, its table and how many of its blocks the piece reads or writes."""
+    for piece in pieces:
+        segment, needed = segments[piece.index], -(-piece.stop // block_tokens)
+        yield known.row(segment.slot, segment.block_table, needed, piece.stop), needed
+
+
+def table_rows(
+    pieces: Sequence[Piece], segments: Sequence[Segment], known: Tables, blocks: int, block_tokens: int
+) -> np.ndarray:
+    """int32 [pieces, blocks]: the blocks that each piece needs, zeros behind them."""
+    rows = np.zeros((len(pieces), blocks), np.int32)
+    for row, (table, needed) in zip(rows, _needed(pieces, segments, known, block_tokens), strict=True):
+        row[:needed] = table.array[:needed]
+    return rows
+
+
+class SentTables:
+    """`table_rows` of a captured pass, padded with rows of zeros: what the device has of them, so that only what is new has to
+    be written. One for each graph, whose own input it describes."""
+
+    WHOLE = 4  # with more than one entry in so many changed, all are sent
+
+    def __init__(self, rows: int, blocks: int) -> None:
+        self.array = np.zeros((rows, blocks), np.int32)
+        self._rows = [(0, 0)] * rows  # (version, blocks in use)
+        self._spans: list[tuple[int, int]] = []  # of the flat array, not yet sent
+
+    def put(self, pieces: Sequence[Piece], segments: Sequence[Segment], known: Tables, block_tokens: int) -> None:
+        """The next batch, of at most as many pieces as there are rows."""
+        used = 0
+        for table, needed in _needed(pieces, segments, known, block_tokens):
+            if self._rows[used] != (table.version, needed):
+                self._write(used, table, needed)
+            used += 1
+        for row in range(used, len(self._rows)):
+            if self._rows[row][1]:
+                self._write(row, None, 0)
+
+    def _write(self, row: int, table: Table | None, needed: int) -> None:
+        version, had = self._rows[row]
+        same = min(had, needed) if table is not None and table.version == version else 0
+        line = self.array[row]
+        if table is not None:
+            line[same:needed] = table.array[same:needed]
+        line[needed : max(had, needed)] = 0
+        begin = row * len(line)
+        self._spans.append((begin + same, begin + max(had, needed)))
+        self._rows[row] = (0 if table is None else table.version, needed)
+
+    def unsent(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Places in the flat array int64 [n] and what they hold now, int32 [n]; None when that is no less than all of it.
+        They stay unsent until `sent`."""
+        if sum(stop - start for start, stop in self._spans) * self.WHOLE > self.array.size:
+            return None
+        places = np.concatenate([np.empty(0, np.int64), *(np.arange(*span, dtype=np.int64) for span in self._spans)])
+        return places, self.array.reshape(-1)[places]
+
+    def sent(self) -> None:
+        """The device has it all."""
+        self._spans.clear()
 
 
 def host_rows(
     pieces: Sequence[Piece],
     segments: Sequence[Segment],
-    known: Tables,
     *,
     window: int,
     ring: int,
     slots: int,
     longest: int,
     padded: int,
-    blocks: int,
-    block_tokens: int,
 ) -> HostRows:
-    """`longest`: rows of a piece that still go through the ring; `padded` rows and `blocks` columns in all."""
+    """`longest`: rows of a piece that still go through the ring; `padded` rows in all."""
     pairs = [(piece, segments[piece.index]) for piece in pieces]
     fields = [(p.start, p.stop - p.start, s.slot, max(p.floor, 0), s.write_floor, RING) for p, s in pairs]
     start, length, slot, floor, write_floor, line = np.array(fields, np.int32).reshape(-1, 6).T.copy()
-    tables = np.zeros((len(pieces), blocks), np.int32)
-    for number, (piece, segment) in enumerate(pairs):
-        needed = -(-piece.stop // block_tokens)
-        tables[number, :needed] = known.row(segment.slot, segment.block_table, needed, piece.stop)
     copies, scratch = [], 0
     for number in np.flatnonzero(length > longest):
         piece, segment = pairs[number]
@@ -100,7 +179,7 @@ def host_rows(
     own[POSITION], own[SEQUENCE], own[IN_PIECE], own[FROM_END] = start[of] + inside, of, inside, length[of] - inside
     own[SLOT], own[FLOOR], own[WRITE_FLOOR], own[SCRATCH], own[LIVE] = slot[of], floor[of], write_floor[of], line[of], 1
     joined = tuple(np.concatenate(part).astype(np.int64) for part in zip(*copies, strict=True)) if copies else None
-    return HostRows(matrix, tables, joined, scratch, count)
+    return HostRows(matrix, joined, scratch, count)
 
 
 def _copies(piece: Piece, slot: int, line: int, window: int, ring: int) -> tuple[np.ndarray, ...]:
