@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.bus import BusSettings
 from headrace.cli.checkpoint import bundled_checkpoint
 from headrace.cli.console import Console
 from headrace.cli.state import StateDir
@@ -80,3 +81,15 @@ def test_what_is_named_comes_before_what_is_bundled(tmp_path, monkeypatch, optio
     system = System(Options(**options), StateDir(tmp_path / "state"), Console(quiet=True))
     assert (system.bundled is not None) == bundled
     assert system.random_words == (not bundled and "model" not in options)
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_drafts_are_turned_off_by_a_flag_of_decode(tmp_path, drafts):
+    class Nats:
+        settings = BusSettings("nats://127.0.0.1:1")
+
+    system = System(Options(engine="sim", drafts=drafts), StateDir(tmp_path), Console(quiet=True))
+    system.nats = Nats()
+    roles = system._children(1)
+    assert ("--speculative off" in " ".join(roles["decode"][0].argv)) == (not drafts)
+    assert "--speculative" not in roles["prefill"][0].argv

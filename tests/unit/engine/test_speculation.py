@@ -163,6 +163,12 @@ def test_after_a_rejection_all_memory_is_as_if_there_had_been_no_draft(size, see
     assert compared > 5 and stats["drafts_verified/position=1"] > stats["drafts_accepted/position=1"]
 
 
+def test_auto_drafts_where_there_is_a_draft():
+    assert drafting(speculative="auto").speculator is not None
+    plain = EngineCore(ToyModel("exact", block_tokens=BLOCK), api.EngineConfig(num_blocks=8, speculative="auto"))
+    assert plain.speculator is None
+
+
 def test_speculation_without_a_draft_is_refused():
     with pytest.raises(ValueError, match="no draft"):
         EngineCore(ToyModel("exact", block_tokens=BLOCK), api.EngineConfig(num_blocks=8, speculative="dspark"))

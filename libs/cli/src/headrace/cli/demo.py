@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         engine=args.engine,
         prefill=args.prefill,
         decode=args.decode,
+        drafts=False,  # both answers must be equal, to the last bit
         drain_seconds=args.drain_seconds,
         config=args.config,
         port=0,

@@ -48,6 +48,7 @@ class Options:
     port: int | None = None  # None: 8000, or a free one where that is taken
     prefill: int = 1
     decode: int = 1
+    drafts: bool = True  # as the settings say: by default where the checkpoint has a draft; False: none
     both: bool = False  # decode workers compute prompts too, and there is no prefill worker
     vision: int = 1  # of a checkpoint with vision weights; else there is none
     gateway_workers: int = 1
@@ -180,6 +181,7 @@ class System:
         o = self.options
         model = ["--model", str(self.model)] if self.model else []
         worker = [*model, "--engine", o.engine]
+        decode = [*(["--both"] if o.both else []), *([] if o.drafts else ["--speculative", "off"])]
         gateway = [
             *model,
             "--host",
@@ -191,7 +193,7 @@ class System:
         ]
         plan = {
             "kvstore": [("kvstore", [])],
-            "decode": [(f"decode-{i + 1}", [*worker, *(["--both"] if o.both else [])]) for i in range(o.decode)],
+            "decode": [(f"decode-{i + 1}", [*worker, *decode]) for i in range(o.decode)],
             "prefill": [(f"prefill-{i + 1}", worker) for i in range(0 if o.both else o.prefill)],
             "vision": [(f"vision-{i + 1}", model) for i in range(o.vision if self._sees() else 0)],
             "gateway": [("gateway", gateway)],

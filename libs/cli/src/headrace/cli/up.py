@@ -57,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="gateway processes that share the port (default: 1)",
     )
+    parser.add_argument(
+        "--both", action="store_true", help="decode workers compute prompts too, without a hand-off; no prefill worker starts"
+    )
+    parser.add_argument(
+        "--no-drafts", dest="drafts", action="store_false",
+        help="decode without the checkpoint's draft (default: with it, where there is one; exact acceptance)",
+    )  # fmt: skip
     parser.add_argument("--verbose", action="store_true", help="show the logs of all services here too")
     add_size(parser)
     state.add_argument(parser)
@@ -73,9 +80,6 @@ def add_size(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefill", type=count, default=1, metavar="N", help="prefill workers (default: 1)")
     parser.add_argument("--decode", type=count, default=1, metavar="N", help="decode workers (default: 1)")
-    parser.add_argument(
-        "--both", action="store_true", help="decode workers compute prompts too, without a hand-off; no prefill worker starts"
-    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings of the services, as YAML")
     parser.add_argument(
         "--drain-seconds",
@@ -110,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         prefill=args.prefill,
         decode=args.decode,
         both=args.both,
+        drafts=args.drafts,
         gateway_workers=args.gateway_workers,
         drain_seconds=args.drain_seconds,
         config=args.config,

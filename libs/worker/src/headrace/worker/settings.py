@@ -40,7 +40,7 @@ class WorkerSettings(Settings):
     speculative: Annotated[
         Literal["off", "auto", "dspark"],
         Meta(description="dspark: the checkpoint's draft proposes tokens that decode verifies; auto: where it has a draft"),
-    ] = "off"
+    ] = "auto"
     acceptance: Annotated[
         Literal["exact", "standard"],
         Meta(description="exact: the same tokens as without drafts; standard: more drafts accepted, the same distribution"),

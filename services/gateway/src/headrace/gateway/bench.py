@@ -82,7 +82,7 @@ class System:
             "--port",
             str(self.port),
             "--request-seconds",
-            "30",
+            "300",
             "--workers",
             str(self.gateways),
             *(["--model", self.model] if self.model else []),
@@ -97,7 +97,7 @@ class System:
         popen = subprocess.Popen(command, stdout=self.log, stderr=self.log, env=env)
         self.processes.append(Process(role, popen.pid, popen))
 
-    def wait_ready(self, timeout: float = 120.0) -> None:
+    def wait_ready(self, timeout: float = 300.0) -> None:
         """Until the gateway says that it can serve. StartError names a process that ended."""
         from urllib.error import URLError
         from urllib.request import urlopen
