@@ -16,7 +16,7 @@ from headrace.engine.make_checkpoint import make_checkpoint
 from headrace.engine.models.v41.gpu import bench_drafts
 from headrace.engine.models.v41.gpu.bench import SMALL, build, configure
 from headrace.engine.models.v41.gpu.bench_host import without_device
-from headrace.engine.models.v41.gpu.graph import Graph, fill
+from headrace.engine.models.v41.gpu.graph import Graph, fill, padded_rows
 from headrace.engine.models.v41.gpu.rows import (
     FLOOR,
     FROM_END,
@@ -145,6 +145,13 @@ def test_host_tensors_are_copied_bit_for_bit(dtype):
     values = torch.randn(7, 5).mul(9).to(dtype)
     for case in (values, values.T, values[:0], values[2, 3]):
         assert torch.equal(fill(torch.empty(case.shape, dtype=dtype), case), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_from_host_memory_are_rounded_and_padded(dtype):
+    values = torch.randn(5, 9000)
+    out = padded_rows(values, 8, dtype, torch.device("cpu"))
+    assert torch.equal(out[:5], values.to(dtype)) and out.shape == (8, 9000) and not out[5:].any()
 
 
 def test_the_drafts_bench_runs_the_whole_engine_three_ways():

@@ -23,15 +23,38 @@ def staged(values: Value, device: torch.device) -> torch.Tensor:
     """Host values where a copy to the device does not hold up the host: a copy from pageable memory may wait for everything
     before it. The allocator of pinned memory does not give it to others before the copy is over. Device tensors stay."""
     host = torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
-    if device.type != "cuda" or host.device.type != "cpu":
+    if device.type != "cuda" or host.device.type != "cpu" or host.is_pinned():
         return host
-    return fill(torch.empty(host.shape, dtype=host.dtype, pin_memory=True), host)
+    return fill(_empty(host.shape, host.dtype, device), host)
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Host memory, pinned when the device can copy from it by itself."""
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def padded_rows(values: torch.Tensor, rows: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """values [n, w] and zeros behind them: [rows, w] of `dtype`, where the values are; in host memory staged already."""
+    if values.device.type != "cpu":
+        return torch.nn.functional.pad(values.to(dtype), (0, 0, 0, rows - len(values)))
+    out = _empty((rows, values.shape[1]), dtype, device)
+    fill(out[: len(values)], values)
+    _bytes(out[len(values) :])[...] = 0
+    return out
+
+
+PART = 16384  # values that the framework copies without other threads
 
 
 def fill(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Copy between host tensors of one shape and type, by this thread: the framework would wake a thread for every 32 k values
-    and wait for the last, which on a machine with other work costs milliseconds. target: contiguous."""
-    np.copyto(_bytes(target), _bytes(values.contiguous()))
+    """Copy between host tensors of one shape, by this thread: the framework would wake a thread for every 32 k values and wait
+    for the last, which on a machine with other work costs milliseconds. target: contiguous."""
+    values = values.contiguous()
+    if target.dtype == values.dtype:
+        np.copyto(_bytes(target), _bytes(values))
+    else:
+        for part, value in zip(target.view(-1).split(PART), values.view(-1).split(PART), strict=True):
+            part.copy_(value)
     return target
 
 

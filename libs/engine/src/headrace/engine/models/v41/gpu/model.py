@@ -41,7 +41,7 @@ from ..model import check_batch
 from ..rows import Piece, piece_of, row_zero
 from .beside import Beside
 from .draft import Draft, block_rows, block_values
-from .graph import Graph, Images, Inputs, Value, staged
+from .graph import Graph, Images, Inputs, Value, padded_rows, staged
 from .rows import Copies, GpuRows, HostRows, SentTables, host_rows, table_rows
 from .states import GpuStatePool
 from .weights import Attention, Experts, Layer, Mix, Weight
@@ -249,8 +249,8 @@ class V41Gpu:
         result = {}
         for layer, read in self.readers.items():
             rows = self.ngrams.rows(layer, hashed)
-            values = read(rows.reshape(-1)).view(rows.shape[0], -1).to(self.dtype)
-            result[layer] = torch.nn.functional.pad(values, (0, 0, 0, padded - rows.shape[0]))
+            values = read(rows.reshape(-1)).view(rows.shape[0], -1)
+            result[layer] = padded_rows(values, padded, self.dtype, self.device)
         return result
 
     def _images(self, pieces: list[Piece], segments: Sequence[Segment], padded: int) -> Images | None:
