@@ -34,7 +34,8 @@ NEEDLE_CHARACTERS = 5800  # 1,500 tokens of headrace-tiny's tokenizer
 
 @dataclass(slots=True)
 class Reply:
-    """One answer. seconds: from the first token on, `tokens` of usage."""
+    """One answer. seconds: from the first token on, `tokens` of usage; retry_after: seconds until a refusal may be over, 0: it
+    is none of that kind."""
 
     content: str = ""
     reasoning: str = ""
@@ -43,6 +44,7 @@ class Reply:
     tokens: int = 0
     seconds: float = 0.0
     error: str = ""
+    retry_after: float = 0.0
 
 
 class Client:
@@ -66,7 +68,16 @@ class Client:
             return json.load(reply)
 
     def ask(self, request: dict[str, Any], most: int = MOST_TOKENS) -> Reply:
-        """Never raises: an error is part of the reply."""
+        """Never raises: an error is part of the reply. A system that is too busy (429, 503) is asked again when it says, for
+        `TIMEOUT` seconds in all: that says nothing about the model."""
+        deadline = time.monotonic() + TIMEOUT
+        while True:
+            reply = self._ask(request, most)
+            if not reply.retry_after or time.monotonic() + reply.retry_after > deadline:
+                return reply
+            time.sleep(reply.retry_after)
+
+    def _ask(self, request: dict[str, Any], most: int) -> Reply:
         body = {"model": self.model, "max_tokens": most, "temperature": self.temperature, "stream": True,
                 "stream_options": {"include_usage": True}, **request}  # fmt: skip
         reply, begun, calls = Reply(), 0.0, {}
@@ -76,6 +87,8 @@ class Client:
             answer = connection.getresponse()
             if answer.status != 200:
                 reply.error = f"HTTP {answer.status}: {answer.read()[:300].decode('utf-8', 'replace')}"
+                if answer.status in (429, 503):
+                    reply.retry_after = float(answer.headers.get("Retry-After") or 1.0)
                 return reply
             for line in answer:
                 if not line.startswith(b"data: {"):
@@ -246,6 +259,8 @@ def run_task(
     broken = [r.error for r in replies if r.error]
     if len(broken) == len(replies):
         raise ValueError(f"every request failed; the first with {broken[0]}")
+    if broken:
+        print(f"{task.kind}: {len(broken)} of {count} requests failed and count as wrong; the first: {broken[0]}", flush=True)
     return {name: share_of(check(*pair) for pair in pairs) for name, check in task.checks.items()}, pairs
 
 
