@@ -19,12 +19,10 @@ from headrace.kernels import tuning
 SMALL = {"STAGES": 1, "num_warps": 4}
 FORMS = {
     "wide": tuning.wide(32, 64, GROUP_M=2, **SMALL),
-    "halves": tuning.wide(32, 128, 2, GROUP_M=2, **SMALL),
     "tailed": tuning.tailed(32, **SMALL),
     "narrow, weight left": tuning.narrow(16, 64, WAVES=2, **SMALL),
     "narrow, rows left": tuning.narrow(16, 64, WAVES=2, ROWS_LEFT=1, **SMALL),
-    "pairs, weight left": tuning.narrow(16, 64, WAVES=4, PAIR=1, **SMALL),
-    "pairs, rows left": tuning.narrow(16, 64, WAVES=4, PAIR=1, ROWS_LEFT=1, **SMALL),
+    "pairs": tuning.narrow(16, 64, WAVES=4, PAIR=1, ROWS_LEFT=1, **SMALL),
     "pairs, no split": tuning.narrow(32, 128, WAVES=0, PAIR=1, ROWS_LEFT=1, GROUP_M=2, **SMALL),
 }
 # rows, n, k: fewer rows than a tile, columns that end in the tail or in its middle, odd numbers of steps

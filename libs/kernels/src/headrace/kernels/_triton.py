@@ -134,13 +134,23 @@ def to_bf16(x):
 
 
 @triton.jit
+def round_e4m3(x):
+    """fp32 of magnitude up to 448 -> the nearest e4m3, ties to even, as fp32.
+
+    Also for the value of an e4m3 that a kernel has just packed: ptxas 12.8 and 12.9 let the unpacking of a pair read a register
+    that nobody wrote where two packed pairs go to shared memory in one store.
+    """
+    raw = x.to(tl.int32, bitcast=True)
+    normal = ((raw + 0x7FFFF + ((raw >> 20) & 1)) & -1048576).to(tl.float32, bitcast=True)
+    small = ((x * 512.0 + 12582912.0) - 12582912.0) * 0.001953125
+    small = tl.where(raw < 0, -tl.abs(small), small)  # keeps the sign of zero
+    return tl.where(tl.abs(x) < 0.015625, small, normal)
+
+
+@triton.jit
 def to_e4m3(x):
     """fp32 of magnitude up to 448 -> e4m3, nearest, ties to even; see `to_bf16`."""
     if _INTERPRETED:
-        raw = x.to(tl.int32, bitcast=True)
-        normal = ((raw + 0x7FFFF + ((raw >> 20) & 1)) & -1048576).to(tl.float32, bitcast=True)
-        small = ((x * 512.0 + 12582912.0) - 12582912.0) * 0.001953125
-        small = tl.where(raw < 0, -tl.abs(small), small)  # keeps the sign of zero
-        return tl.where(tl.abs(x) < 0.015625, small, normal).to(tl.float8e4nv)
+        return round_e4m3(x).to(tl.float8e4nv)
     else:
         return x.to(tl.float8e4nv)

@@ -216,35 +216,12 @@ def attend(
 
 @triton.jit
 def weigh(score, top, total):
-    """Online softmax of scores [M, N]: (new maximum, new denominator, decay of what was summed, weights bf16).
-
-    A total [M, N] is summed element by element, so that groups of warps that share rows meet for it only once, at the end.
-    """
+    """Online softmax of scores [M, N]: (new maximum [M], new denominator [M], decay of what was summed, weights bf16)."""
     new_top = tl.maximum(top, tl.max(score, 1))
     decay = tl.exp2(top - new_top)
     weight = tl.exp2(score - new_top[:, None])
-    if len(total.shape) == 2:
-        total = total * decay[:, None] + weight
-    else:
-        total = total * decay + tl.sum(weight, 1)
+    total = total * decay + tl.sum(weight, 1)
     return new_top, total, decay, weight.to(tl.bfloat16)
-
-
-@triton.jit
-def no_total(M: tl.constexpr, N: tl.constexpr, SPREAD: tl.constexpr):
-    """The denominators of M rows before the first tile of N keys: [M], or [M, N] (see `weigh`) with SPREAD 2."""
-    if SPREAD == 2:
-        return tl.zeros([M, N], tl.float32)
-    else:
-        return tl.zeros([M], tl.float32)
-
-
-@triton.jit
-def whole_total(total):
-    if len(total.shape) == 2:
-        return tl.sum(total, 1)
-    else:
-        return total
 
 
 @triton.jit

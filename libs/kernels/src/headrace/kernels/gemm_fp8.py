@@ -110,7 +110,8 @@ def _launch(a, a_scale, b, b_scale, group_of_row, counts, batch_invariant, out, 
         splits = _splits(grid_m * column_tiles, turns, config["WAVES"]) if not batch_invariant and mode == 0 else 1
         partial, counter = workspace(a.device, *((splits * rows * n, grid_m * column_tiles) if splits > 1 else (1, 1)))
         right = TensorDescriptor.from_tensor(b.view(groups * n, k), [bn, BLOCK])
-        _narrow_kernel[(grid_m * column_tiles, splits)](
+        programs = (column_tiles, grid_m, splits) if config["GROUP_M"] == 1 else (grid_m * column_tiles, 1, splits)
+        _narrow_kernel[programs](
             left, right, a_scale, b_scale, index, out, partial, counter, m, rows, n,
             a_scale.stride(0), a_scale.stride(1), SPLIT=splits > 1, PAIR=config["PAIR"], ROWS_LEFT=config["ROWS_LEFT"],
             GROUP_M=config["GROUP_M"], **shared,
@@ -123,11 +124,10 @@ def _launch(a, a_scale, b, b_scale, group_of_row, counts, batch_invariant, out, 
             TAIL=config["TAIL"], GROUP_M=config["GROUP_M"], **shared,
         )  # fmt: skip
         return out
-    halves = config["HALVES"]
-    right = TensorDescriptor.from_tensor(b.view(groups * n, k), [bn // halves, BLOCK])
+    right = TensorDescriptor.from_tensor(b.view(groups * n, k), [bn, BLOCK])
     _wide_kernel[(grid_m * column_tiles,)](
         left, right, a_scale, b_scale, index, out, m, n, row_tiles, a_scale.stride(0), a_scale.stride(1),
-        HALVES=halves, GROUP_M=config["GROUP_M"], **shared,
+        GROUP_M=config["GROUP_M"], **shared,
     )  # fmt: skip
     return out
 
@@ -177,11 +177,10 @@ def _place(column_tiles, GROUP_M: tl.constexpr):
 @triton.jit
 def _wide_kernel(
     a_desc, b_desc, a_scale_ptr, b_scale_ptr, index_ptr, out_ptr, m, n, row_tiles, stride_am, stride_ak,
-    K: tl.constexpr, MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALVES: tl.constexpr,
-    GROUP_M: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = K // 128
-    HALF: tl.constexpr = BLOCK_N // HALVES
     column_tiles = tl.cdiv(n, BLOCK_N)
     tile, column = _place(column_tiles, GROUP_M)
     column *= BLOCK_N
@@ -192,25 +191,16 @@ def _wide_kernel(
     scale_rows = tl.cdiv(n, 128)
     a_scale_row = a_scale_ptr + row.to(tl.int64) * stride_am
     b_scale_row = b_scale_ptr + (group * scale_rows + column // 128) * STEPS
-    b_scale_row2 = b_scale_ptr + (group * scale_rows + tl.minimum((column + HALF) // 128, scale_rows - 1)) * STEPS
-    acc = tl.zeros([BLOCK_M, HALF], tl.float32)
-    acc2 = tl.zeros([BLOCK_M, HALF], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         a = a_desc.load([first, step * 128])
         a_scale = tl.load(a_scale_row + step * stride_ak, mask=live, other=0.0)
         b = b_desc.load([b_row, step * 128])
-        part = dot(a, b.T, tl.zeros([BLOCK_M, HALF], tl.float32))
+        part = dot(a, b.T, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         acc += part * (a_scale * tl.load(b_scale_row + step))[:, None]
-        if HALVES == 2:
-            b2 = b_desc.load([b_row + HALF, step * 128])
-            part2 = dot(a, b2.T, tl.zeros([BLOCK_M, HALF], tl.float32))
-            acc2 += part2 * (a_scale * tl.load(b_scale_row2 + step))[:, None]
-    columns = column + tl.arange(0, HALF)
+    columns = column + tl.arange(0, BLOCK_N)
     out_row = out_ptr + row.to(tl.int64)[:, None] * n
     tl.store(out_row + columns[None, :], acc.to(tl.bfloat16), mask=live[:, None] & (columns < n)[None, :])
-    if HALVES == 2:
-        columns += HALF
-        tl.store(out_row + columns[None, :], acc2.to(tl.bfloat16), mask=live[:, None] & (columns < n)[None, :])
 
 
 @triton.jit
@@ -279,13 +269,16 @@ def _narrow_kernel(
     STEPS: tl.constexpr = K // 128
     TURN: tl.constexpr = 2 if PAIR else 1
     column_tiles = tl.cdiv(n, BLOCK_N)
-    tile, column_tile = _place(column_tiles, GROUP_M)
+    if GROUP_M == 1:  # a short program feels the divisions of _place
+        column_tile, tile = tl.program_id(0), tl.program_id(1)
+    else:
+        tile, column_tile = _place(column_tiles, GROUP_M)
     column = column_tile * BLOCK_N
     group, first, row, live = _tile_rows(index_ptr, tile, m, tl.cdiv(m, BLOCK_M), MODE, BLOCK_M)
     if group < 0:
         return
-    split = tl.program_id(1)
-    splits = tl.num_programs(1)
+    split = tl.program_id(2)
+    splits = tl.num_programs(2)
     per_split = tl.cdiv(tl.cdiv(STEPS, TURN), splits) * TURN
     begin, end = split * per_split, tl.minimum((split + 1) * per_split, STEPS)
     b_row = group * n + column

@@ -16,10 +16,8 @@ from headrace.kernels.attention_core import (
     attend,
     load_keys,
     load_queries,
-    no_total,
     store_values,
     weigh,
-    whole_total,
 )
 from headrace.kernels.kv_layouts import LAYOUT_IDS, PagedKV
 from headrace.kernels.sparse_attention import VALUE_DIM, _view, combine_splits
@@ -76,13 +74,11 @@ def mla_decode(
         raise ValueError(f"page size {kv.page_size} is not a multiple of the key tile of {block_n}")
     q = q.contiguous()
     row_blocks = cdiv(queries * heads, block_m)
-    columns = config.get("COLUMNS", 0) if kv.layout == "bf16" else 0
-    parts = VALUE_DIM // columns if columns else 1
     tiles = cdiv(block_table.shape[1] * kv.page_size, block_n)
     if batch_invariant:
         tiles_per_split = INVARIANT_SPLIT // block_n
     else:
-        splits = max(1, min(config["WAVES"] * processor_count() // max(1, batch * row_blocks * parts), cdiv(tiles, 4)))
+        splits = max(1, min(config["WAVES"] * processor_count() // max(1, batch * row_blocks), cdiv(tiles, 4)))
         tiles_per_split = cdiv(tiles, splits)
     splits = cdiv(tiles, tiles_per_split)
     out = torch.empty(batch, queries, heads, VALUE_DIM, dtype=torch.bfloat16, device=q.device)
@@ -92,29 +88,29 @@ def mla_decode(
         partial = torch.empty(splits, batch * queries, heads, VALUE_DIM, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(splits, batch * queries, heads, dtype=torch.float32, device=q.device)
     shared = {"CAUSAL": causal, "SPLIT": splits > 1, "BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": config["STAGES"]}
-    shared |= {"SPREAD": config["SPREAD"], "num_warps": config["num_warps"], "PAGE": kv.page_size}
+    shared |= {"num_warps": config["num_warps"], "PAGE": kv.page_size}
     numbers = (batch, queries, heads, block_table.stride(0), tiles_per_split, scale * LOG2E, kv.page_stride, kv.offset)
-    if columns:
-        _mla_pages_kernel[(row_blocks * parts, splits, batch)](
-            q, *_descriptors(kv, block_n, columns), _view(kv, torch.bfloat16), block_table, seq_lens, partial, partial_lse,
-            *numbers, COLUMNS=columns, **shared,
+    if config["PAGES"]:
+        _mla_pages_kernel[(row_blocks, splits, batch)](
+            q, *_descriptors(kv, block_n), _view(kv, torch.bfloat16), block_table, seq_lens, partial, partial_lse,
+            *numbers, **shared,
         )  # fmt: skip
     else:
         _mla_decode_kernel[(row_blocks, splits, batch)](
             q, _view(kv, torch.bfloat16), _view(kv, torch.int32), block_table, seq_lens, partial, partial_lse,
-            *numbers, LAYOUT=LAYOUT_IDS[kv.layout], **shared,
+            *numbers, LAYOUT=LAYOUT_IDS[kv.layout], SPREAD=config["SPREAD"], **shared,
         )  # fmt: skip
     if splits > 1:
         combine_splits(partial, partial_lse, out.view(-1, heads, VALUE_DIM), lse.view(-1, heads))
     return out, lse
 
 
-def _descriptors(kv: PagedKV, block_n: int, columns: int) -> list:
-    """Of a bf16 group as [pages, page size, 576], in blocks of [1, block_n, columns] and [1, block_n, 64]."""
+def _descriptors(kv: PagedKV, block_n: int) -> list:
+    """Of a bf16 group as [pages, page size, 576], in blocks of [1, block_n, 512] and [1, block_n, 64]."""
     flat = _view(kv, torch.bfloat16)[kv.offset // 2 :]
     pages = cdiv(flat.numel() * 2, kv.page_stride)
     shape, strides = [pages, kv.page_size, 576], [kv.page_stride // 2, 576, 1]
-    return [TensorDescriptor(flat, shape, strides, [1, block_n, width]) for width in (columns, 64)]
+    return [TensorDescriptor(flat, shape, strides, [1, block_n, width]) for width in (VALUE_DIM, 64)]
 
 
 @triton.jit
@@ -146,7 +142,7 @@ def _mla_decode_kernel(
 
     q, q_tail = load_queries(q_ptr, b * rows + row, live, 576)
     top = tl.full([BLOCK_M], NO_SCORE_, tl.float32)
-    total = no_total(BLOCK_M, BLOCK_N, SPREAD)
+    total = tl.zeros([BLOCK_M], tl.float32)
     table = table_ptr + b * table_stride
     acc = tl.zeros([BLOCK_M, 512], tl.float32)
     for tile in tl.range(begin, end, num_stages=STAGES):
@@ -157,7 +153,6 @@ def _mla_decode_kernel(
         k, rope = load_keys(kv16, kv32, index, page_stride, offset, PAGE, LAYOUT, 1)
         visible = key[None, :] < limit[:, None]
         top, total, acc, _ = attend(q, q_tail, top, total, acc, top, k, rope, visible, scale, 1, SPREAD)
-    total = whole_total(total)
     lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
     if not SPLIT:
         lse = lse / LOG2E_
@@ -170,15 +165,13 @@ def _mla_decode_kernel(
 def _mla_pages_kernel(
     q_ptr, wide, narrow, kv16, table_ptr, length_ptr, out_ptr, lse_ptr,
     batch, queries, heads, table_stride, tiles_per_split, scale, page_stride, offset,
-    PAGE: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr,
+    PAGE: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `_mla_decode_kernel` for bf16 keys, whole tiles of a page fetched through descriptors: wide [pages, PAGE, 576] in
-    blocks of [1, BLOCK_N, COLUMNS], narrow the same in blocks of 64 columns. A program sums COLUMNS of the 512 value columns,
-    and computes all scores for them. The tiles at the end, which not every row sees whole, are read by pointers."""
-    PARTS: tl.constexpr = 512 // COLUMNS
-    row = tl.program_id(0) // PARTS * BLOCK_M + tl.arange(0, BLOCK_M)
-    part = tl.program_id(0) % PARTS
+    blocks of [1, BLOCK_N, 512], narrow the same in blocks of 64 columns. The tiles at the end, which not every row sees whole,
+    are read by pointers, 16 keys at a time."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     rows = queries * heads
@@ -190,8 +183,7 @@ def _mla_pages_kernel(
     if SPLIT:
         at += split.to(tl.int64) * batch * rows
     if begin >= end and SPLIT:
-        if part == 0:
-            tl.store(lse_ptr + at, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=live)
+        tl.store(lse_ptr + at, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=live)
         return
     limit = length + row * 0
     seen = length  # by every row
@@ -200,83 +192,51 @@ def _mla_pages_kernel(
         seen = length - (queries - 1)
     whole = tl.minimum(end, tl.maximum(seen, 0) // BLOCK_N)
 
-    own = part * COLUMNS
-    other = (part + 1) % PARTS * COLUMNS
-    start = q_ptr + (b * rows + row)[:, None] * 576
-    column = tl.arange(0, COLUMNS)[None, :]
-    q = tl.load(start + own + column, mask=live[:, None], other=0.0)
-    q_other = q
-    if PARTS > 1:
-        q_other = tl.load(start + other + column, mask=live[:, None], other=0.0)
-    q_tail = tl.load(start + 512 + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0)
+    q, q_tail = load_queries(q_ptr, b * rows + row, live, 576)
     top = tl.full([BLOCK_M], NO_SCORE_, tl.float32)
-    total = no_total(BLOCK_M, BLOCK_N, SPREAD)
+    total = tl.zeros([BLOCK_M], tl.float32)
     table = table_ptr + b * table_stride
-    acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
+    acc = tl.zeros([BLOCK_M, 512], tl.float32)
     for tile in tl.range(begin, whole, num_stages=STAGES):
         first = tile * BLOCK_N
         page = tl.load(table + first // PAGE)
         slot = first % PAGE
-        k = tl.reshape(wide.load([page, slot, own]), [BLOCK_N, COLUMNS])
-        k_other = k
-        if PARTS > 1:
-            k_other = tl.reshape(wide.load([page, slot, other]), [BLOCK_N, COLUMNS])
+        k = tl.reshape(wide.load([page, slot, 0]), [BLOCK_N, 512])
         rope = tl.reshape(narrow.load([page, slot, 512]), [BLOCK_N, 64])
-        top, total, acc = _add_tile(
-            q, q_other, q_tail, top, total, acc, k, k_other, rope, begin, limit, scale, PARTS, SPREAD, False
-        )
-    total = whole_total(total)
+        top, total, acc = _add_tile(q, q_tail, top, total, acc, k, rope, begin, limit, scale, False)
     last = tl.minimum(end * BLOCK_N, length)
     for first in tl.range(tl.maximum(whole, begin) * BLOCK_N, last, 16, num_stages=1):
         page = tl.load(table + first // PAGE).to(tl.int64)
         inside = tl.arange(0, 16)
         mask = (first + inside < length)[:, None]
         key = kv16 + ((page * page_stride + offset) >> 1) + (first % PAGE + inside)[:, None] * 576
-        k = tl.load(key + own + column, mask=mask, other=0.0)
-        k_other = k
-        if PARTS > 1:
-            k_other = tl.load(key + other + column, mask=mask, other=0.0)
+        k = tl.load(key + tl.arange(0, 512)[None, :], mask=mask, other=0.0)
         rope = tl.load(key + 512 + tl.arange(0, 64)[None, :], mask=mask, other=0.0)
-        top, total, acc = _add_tile(
-            q, q_other, q_tail, top, total, acc, k, k_other, rope, first, limit, scale, PARTS, SPREAD, True
-        )
-    if part == 0:
-        lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
-        if not SPLIT:
-            lse = lse / LOG2E_
-        tl.store(lse_ptr + at, lse, mask=live)
+        top, total, acc = _add_tile(q, q_tail, top, total, acc, k, rope, first, limit, scale, True)
+    lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
+    if not SPLIT:
+        lse = lse / LOG2E_
+    tl.store(lse_ptr + at, lse, mask=live)
     factor = tl.where(total > 0, 1.0 / total, 0.0)
-    value = (acc * factor[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at[:, None] * 512 + own + column, value, mask=live[:, None])
+    store_values(out_ptr, at, live, factor, acc, acc, lse_ptr, lse_ptr, 1, False)
 
 
 @triton.jit
-def _add_tile(
-    q, q_other, q_tail, top, total, acc, k, k_other, rope, first, limit, scale,
-    PARTS: tl.constexpr, SPREAD: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys from position `first` on: k, k_other bf16 [N, C], rope [N, 64] into acc [M, C]. SPREAD: see
-    `attention_core.attend`. MASKED: only keys below limit [M] count."""
+def _add_tile(q, q_tail, top, total, acc, k, rope, first, limit, scale, MASKED: tl.constexpr):
+    """As `attention_core.attend` with SPREAD and FORM 1, for keys from position `first` on. MASKED: only keys below limit [M]
+    count."""
     M: tl.constexpr = q.shape[0]
     N: tl.constexpr = k.shape[0]
     score = dot(q, tl.trans(k), tl.zeros([M, N], tl.float32))
-    if PARTS > 1:
-        score = dot(q_other, tl.trans(k_other), score)
-    if SPREAD:
-        score = score * scale + dot(q_tail, tl.trans(rope), tl.zeros([M, N], tl.float32)) * scale
-    else:
-        score = dot(q_tail, tl.trans(rope), score) * scale
+    score = score * scale + dot(q_tail, tl.trans(rope), tl.zeros([M, N], tl.float32)) * scale
     if MASKED:
         score = tl.where((first + tl.arange(0, N))[None, :] < limit[:, None], score, float("-inf"))
-    if SPREAD:
-        if scale > 0:
-            new_top, total, decay, weight = weigh(score, top, total)
-        else:
-            new_top = top
-            decay = tl.full([M], 1.0, tl.float32)
-            weight = score.to(tl.bfloat16)
-    else:
+    if scale > 0:
         new_top, total, decay, weight = weigh(score, top, total)
+    else:
+        new_top = top
+        decay = tl.full([M], 1.0, tl.float32)
+        weight = score.to(tl.bfloat16)
     return new_top, total, dot(weight, k, acc * decay[:, None])
 
 

@@ -7,7 +7,7 @@ product that wants them column-major gets them so without a transpose.
 import torch
 
 from headrace.kernels import quantize, tuning
-from headrace.kernels._triton import _INTERPRETED, cdiv, tl, to_e4m3, triton
+from headrace.kernels._triton import _INTERPRETED, cdiv, round_e4m3, tl, to_e4m3, triton
 
 # name: (id, elements per scale, dtype of values, dtype of scales, values per byte)
 FORMATS = {
@@ -111,15 +111,14 @@ def encode_fp4(x, KIND: tl.constexpr, FORM: tl.constexpr = 0):
         amax = tl.maximum(amax, 6.0 * 0.001953125)
         six = tl.full(amax.shape, 6.0, tl.float32)
         wanted = quotient(amax, six, tl.full(amax.shape, 1 / 6, tl.float32)) if FORM == 1 else tl.div_rn(amax, six)
-        rounded = to_e4m3(tl.minimum(wanted, 448.0))
-        divisor = rounded.to(tl.float32)
+        divisor = round_e4m3(tl.minimum(wanted, 448.0))
         if FORM == 1:  # one step from a guess rounds the reciprocal of four bits right
             guess = 1 / divisor
             reciprocal = tl.fma(tl.fma(-guess, divisor, 1.0), guess, guess)
             scaled = quotient(x, divisor[:, None], reciprocal[:, None])
         else:
             scaled = tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape))
-        scale = rounded.to(tl.uint8, bitcast=True)
+        scale = to_e4m3(divisor).to(tl.uint8, bitcast=True)
     else:
         amax = tl.maximum(amax, 7.052966104933725e-38)  # 6 * 2^-126
         byte = ceil_ue8m0(amax * (1 / 6))

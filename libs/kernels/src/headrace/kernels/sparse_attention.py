@@ -20,10 +20,8 @@ from headrace.kernels.attention_core import (
     attend,
     load_keys,
     load_queries,
-    no_total,
     rotate_back,
     store_values,
-    whole_total,
 )
 from headrace.kernels.kv_layouts import LAYOUT_IDS, PagedKV
 from headrace.kernels.rope import rope_reference
@@ -81,8 +79,10 @@ def sparse_attention(
     result does not depend on the other rows: one split always.
     """
     rows, heads, dim = q.shape
-    if dim != kv.dim or (extra_kv is not None and extra_kv.dim != dim):
-        raise ValueError(f"q has {dim} columns, kv {kv.dim}, extra kv {extra_kv.dim if extra_kv else 'absent'}: must agree")
+    if dim not in (VALUE_DIM, VALUE_DIM + 64) or dim != kv.dim or (extra_kv is not None and extra_kv.dim != dim):
+        raise ValueError(f"q has {dim} columns, kv {kv.dim}, extra kv {extra_kv.dim if extra_kv else 'absent'}: all 512 or 576")
+    if extra_kv is not None and (extra_kv.layout == "v4_fp8") != (kv.layout == "v4_fp8"):
+        raise ValueError(f"kv is {kv.layout} and extra kv {extra_kv.layout}: v4_fp8 goes with v4_fp8 alone")
     if scale <= 0:
         raise ValueError(f"the softmax scale must be positive, got {scale}")
     q = q.contiguous()
@@ -93,7 +93,7 @@ def sparse_attention(
     extra = extra_kv or kv
     extra_indices = indices if extra_indices is None else extra_indices
     n, m = indices.shape[1], extra_indices.shape[1] if extra_kv is not None else 0
-    config = tuning.sparse_attention(kv.layout, dim)
+    config = tuning.sparse_attention()
     block_h = min(64, max(16, next_power_of_2(heads)))
     head_blocks = cdiv(heads, block_h)
     tiles = cdiv(n, config["BLOCK_N"]) + cdiv(m, config["BLOCK_N"])
@@ -173,7 +173,7 @@ def _sparse_attention_kernel(
     sin_ptr += row * 32
     q, q_tail = load_queries(q_ptr, row * heads + head, live, D)
     top = tl.full([BLOCK_H], NO_SCORE_, tl.float32)
-    total = no_total(BLOCK_H, BLOCK_N, SPREAD)
+    total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, 512], tl.float32)
     acc_tail = tl.zeros([BLOCK_H, 64], tl.float32)
     first_tiles = tl.cdiv(n, BLOCK_N)
@@ -197,7 +197,6 @@ def _sparse_attention_kernel(
             visible = (index >= 0)[None, :]
             top, total, acc, acc_tail = attend(q, q_tail, top, total, acc, acc_tail, k, rope, visible, scale, FORM, SPREAD)
 
-    total = whole_total(total)
     lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
     denominator = total
     at = row * heads + head

@@ -2,7 +2,8 @@
 
 For each timed case it times every candidate of its operation's grid beside what `tuning` has now, compares outputs, and
 prints a table, best first; then it runs the check cases of those operations under every candidate. What is worth keeping
-goes by hand into `tuning`, whose tables are what runs (FP8 products: `tune_gemm`). --warm compiles first, in several processes.
+goes by hand into `tuning`, whose tables are what runs. FP8 products: `tune_gemm`; latent attention: `tune_attention`.
+--warm compiles first, in several processes.
 """
 
 import argparse
@@ -60,12 +61,9 @@ def candidates(case: Case) -> tuple[str, list[dict]] | None:
             for t, d, s, w in ((32, 32, 3, 4), (64, 64, 1, 8), (64, 64, 2, 8), (64, 32, 3, 4), (64, 32, 1, 8), (32, 64, 1, 8))
             for v in (2, 4)
         ]
-    if case.op == "sparse_attention":
-        return "sparse_attention", grid(BLOCK_N=(32, 64), STAGES=(1, 2, 3, 5), SPREAD=(0, 1), num_warps=(8,))
-    if case.op == "mla_decode":
-        few = grid(BLOCK_M=(16,), BLOCK_N=(32, 64), STAGES=(2, 3, 5), SPREAD=(0,), WAVES=(4, 8), num_warps=(4,))
-        wide = grid(BLOCK_M=(64,), BLOCK_N=(32, 64), STAGES=(2, 3, 5), SPREAD=(0, 1), WAVES=(4, 8, 16), num_warps=(8,))
-        return "mla_decode", few if "16 heads" in case.name else wide
+    if case.op == "mla_decode" and "16 heads" in case.name:
+        few = {"SPREAD": (0,), "PAGES": (0,), "num_warps": (4,)}
+        return "mla_decode", grid(BLOCK_M=(16,), BLOCK_N=(32, 64), STAGES=(2, 3, 5), WAVES=(4, 8), **few)
     if case.op in ("gemm_upcast", "grouped gemm_upcast masked", "grouped gemm_upcast contiguous"):
         block_m = (16,) if " 1x" in case.name else (32,) if "~20" in case.name else (64,) if " 64x" in case.name else (128, 256)
         return "gemm_upcast", grid(

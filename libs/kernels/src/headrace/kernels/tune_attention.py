@@ -24,19 +24,9 @@ from headrace.kernels.tune import grid
 
 AGREE = 1e-2  # relative difference of outputs: the bound of the check cases
 
-_WIDE = {"BLOCK_M": 64, "BLOCK_N": 64, "WAVES": 8, "num_warps": 8}
-DENSE = [
-    _WIDE | {"STAGES": 2, "SPREAD": 1},
-    _WIDE | {"STAGES": 2, "SPREAD": 2},
-    _WIDE | {"STAGES": 3, "SPREAD": 1},
-    _WIDE | {"BLOCK_N": 32, "STAGES": 5, "SPREAD": 2},
-    _WIDE | {"STAGES": 2, "SPREAD": 1, "COLUMNS": 512},
-    _WIDE | {"STAGES": 3, "SPREAD": 2, "COLUMNS": 512},
-    _WIDE | {"BLOCK_N": 32, "STAGES": 5, "SPREAD": 2, "COLUMNS": 512},
-    _WIDE | {"BLOCK_N": 32, "STAGES": 1, "SPREAD": 0, "COLUMNS": 256, "num_warps": 4},
-    _WIDE | {"BLOCK_M": 128, "BLOCK_N": 32, "STAGES": 2, "SPREAD": 0, "COLUMNS": 256},
-]
-SPARSE = grid(BLOCK_N=(64,), STAGES=(2, 3), SPREAD=(1, 2), num_warps=(8,))
+_WIDE = {"BLOCK_M": 64, "BLOCK_N": 64, "SPREAD": 1, "WAVES": 8, "num_warps": 8}
+DENSE = [_WIDE | {"STAGES": stages, "PAGES": pages} for pages in (1, 0) for stages in (2, 3)]
+SPARSE = grid(BLOCK_N=(32, 64), STAGES=(2, 3), SPREAD=(1,), num_warps=(8,))
 
 
 def row_of(case: Case) -> str | None:

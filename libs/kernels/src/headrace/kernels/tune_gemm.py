@@ -82,18 +82,14 @@ def candidates(shape: Shape) -> list[dict]:
             *(narrow(64, 32, PAIR=1, STAGES=4, WAVES=w, **left) for w in (1, 2)),
             *(narrow(64, 64, STAGES=s, WAVES=w, **left) for s, w in ((4, 1), (4, 2), (6, 1), (6, 2))),
             *(narrow(64, 32, STAGES=6, WAVES=w, **left) for w in (1, 2)),
-            narrow(64, 64, PAIR=1, STAGES=3, WAVES=2),
             narrow(64, 128, PAIR=1, STAGES=2, WAVES=1, num_warps=8, **left),
         ]
-    pair = {"PAIR": 1, "ROWS_LEFT": 1, "WAVES": 0}
-    if shape.kind == "masked":
-        found = [tailed(128, GROUP_M=g) for g in (2, 4)] + [tailed(128, GROUP_M=2, STAGES=4), tailed(64, GROUP_M=4)]
-        return [*found, *(narrow(128, 128, GROUP_M=g, STAGES=3, num_warps=8, **pair) for g in (2, 4)), wide(64, 128, GROUP_M=2)]
-    found = [tailed(128, GROUP_M=g) for g in (8, 16)] + [tailed(128, STAGES=4), tailed(64, GROUP_M=16)]
+    pair = {"PAIR": 1, "ROWS_LEFT": 1, "WAVES": 0, "STAGES": 3, "num_warps": 8}
+    blocks = (2, 4) if shape.kind == "masked" else (8, 16)
     return [
-        *found,
-        *(narrow(128, 128, GROUP_M=g, STAGES=3, num_warps=8, **pair) for g in (8, 16)),
-        narrow(64, 128, GROUP_M=16, STAGES=2, **pair),
+        *(tailed(64, GROUP_M=g) for g in blocks),
+        *(narrow(128, 128, GROUP_M=g, **pair) for g in blocks),
+        *(wide(64, 128, GROUP_M=g) for g in blocks),
     ]
 
 

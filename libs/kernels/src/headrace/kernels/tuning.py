@@ -6,23 +6,25 @@ A row is data for one source: no kernel is forked for a device. `headrace.kernel
 from headrace.kernels._triton import INTERPRETED, cdiv, has_bf16_pairs, processor_count
 
 
-def sparse_attention(layout: str, dim: int) -> dict[str, int]:
-    """SPREAD: see `attention_core.attend`."""
+def sparse_attention() -> dict[str, int]:
+    """SPREAD: see `attention_core.attend`. One row: it was the fastest for every layout, and fits with any two of them."""
     if INTERPRETED:
         return {"BLOCK_N": 16, "STAGES": 1, "SPREAD": 1, "num_warps": 4}
     return {"BLOCK_N": 64, "STAGES": 3, "SPREAD": 1, "num_warps": 8}
 
 
 def mla_decode(layout: str, rows: int) -> dict[str, int]:
-    """WAVES: programs per processor that the split of long sequences aims at."""
+    """WAVES: programs per processor that the split of long sequences aims at. PAGES: whole tiles come through descriptors (bf16
+    only). SPREAD: see `attention_core.attend`; with PAGES always 1.
+    """
+    pages = int(layout == "bf16" and rows > 32)
     if INTERPRETED:
-        return {"BLOCK_M": 16, "BLOCK_N": 16, "STAGES": 1, "SPREAD": 1, "WAVES": 2, "num_warps": 4}
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "STAGES": 1, "SPREAD": 1, "PAGES": pages, "WAVES": 2, "num_warps": 4}
     if rows <= 32:
         block_m = 16 if rows <= 16 else 32
-        return {"BLOCK_M": block_m, "BLOCK_N": 64, "STAGES": 2, "SPREAD": 0, "WAVES": 8, "num_warps": 4}
-    if layout == "bf16":
-        return {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 2, "SPREAD": 1, "WAVES": 8, "COLUMNS": 512, "num_warps": 8}
-    return {"BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3, "SPREAD": 1, "WAVES": 8, "num_warps": 8}
+        return {"BLOCK_M": block_m, "BLOCK_N": 64, "STAGES": 2, "SPREAD": 0, "PAGES": 0, "WAVES": 8, "num_warps": 4}
+    shared = {"BLOCK_M": 64, "BLOCK_N": 64, "SPREAD": 1, "WAVES": 8, "num_warps": 8}
+    return shared | {"STAGES": 2 if pages else 3, "PAGES": pages}
 
 
 def mla_prefill() -> dict[str, int]:
@@ -34,8 +36,8 @@ def mla_prefill() -> dict[str, int]:
 def gemm_fp8(kind: str, m: int, n: int, k: int, batch_invariant: bool) -> dict[str, int]:
     """Large products: measured at 4,096 dense rows, 8,064 to 34,944 contiguous and ~98 and ~202 masked ones.
 
-    FORM: narrow, wide or tailed, see the module. Of narrow: ROWS_LEFT 0 puts the weight on the left, PAIR takes two steps of
-    K a turn. HALVES: a wide tile's columns are multiplied in so many parts. TAIL: columns of a tailed tile's second part.
+    FORM: narrow, wide or tailed, see the module. Of narrow: ROWS_LEFT 0 puts the weight on the left, PAIR (with ROWS_LEFT)
+    takes two steps of K a turn. TAIL: columns of a tailed tile's second part.
     """
     if INTERPRETED:
         return _small_gemm_fp8(m, batch_invariant)
@@ -49,9 +51,9 @@ def gemm_fp8(kind: str, m: int, n: int, k: int, batch_invariant: bool) -> dict[s
         return narrow(block_m, 64 if m > 32 else 128, WAVES=waves)
     if not batch_invariant:
         if kind == "dense" and k >= 7168 and n >= 2048 and m * n >= 1 << 23:
-            return _pairs(16) if n >= 4096 else tailed(64, GROUP_M=16)
+            return _pairs(16) if n >= 4096 else tailed(64)
         if kind == "contiguous" and k >= 5120 and m >= 4096:
-            return _pairs(8) if m <= 16384 else tailed(64, GROUP_M=16)
+            return _pairs(8) if m <= 16384 else tailed(64)
         if kind == "masked" and k >= 5120 and m <= 100:  # nearly every group is one tile
             return _pairs(2)
     return wide(64, 128, GROUP_M=4 if kind == "masked" else 16)
@@ -75,8 +77,8 @@ def _pairs(group_m: int) -> dict[str, int]:
 def _small_gemm_fp8(m: int, batch_invariant: bool) -> dict[str, int]:
     """For the interpreter: small tiles, every form at some m."""
     if m <= 16 and not batch_invariant:
-        return narrow(16, 64, WAVES=2, STAGES=1, PAIR=m % 2, ROWS_LEFT=m // 2 % 2)
-    return tailed(32, STAGES=1, GROUP_M=2) if m % 4 == 0 else wide(32, 64 * (1 + m % 2), 1 + m % 2, STAGES=1, GROUP_M=2)
+        return narrow(16, 64, WAVES=2, STAGES=1, PAIR=int(m % 3 == 2), ROWS_LEFT=min(m % 3, 1))
+    return tailed(32, STAGES=1, GROUP_M=2) if m % 4 == 0 else wide(32, 64, STAGES=1, GROUP_M=2)
 
 
 def narrow(block_m: int, block_n: int, **others: int) -> dict[str, int]:
@@ -84,14 +86,14 @@ def narrow(block_m: int, block_n: int, **others: int) -> dict[str, int]:
     return shared | {"STAGES": 4, "num_warps": 4} | others
 
 
-def wide(block_m: int, block_n: int, halves: int = 1, **others: int) -> dict[str, int]:
-    shared = {"FORM": "wide", "BLOCK_M": block_m, "BLOCK_N": block_n, "HALVES": halves, "GROUP_M": 16}
+def wide(block_m: int, block_n: int, **others: int) -> dict[str, int]:
+    shared = {"FORM": "wide", "BLOCK_M": block_m, "BLOCK_N": block_n, "GROUP_M": 16}
     return shared | {"STAGES": 3, "num_warps": 4} | others
 
 
 def tailed(block_m: int, **others: int) -> dict[str, int]:
-    shared = {"FORM": "tailed", "BLOCK_M": block_m, "BLOCK_N": 128, "TAIL": 64, "GROUP_M": 8}
-    return shared | {"STAGES": 5 if block_m > 64 else 3, "num_warps": 8 if block_m > 64 else 4} | others
+    shared = {"FORM": "tailed", "BLOCK_M": block_m, "BLOCK_N": 128, "TAIL": 64, "GROUP_M": 16}
+    return shared | {"STAGES": 3, "num_warps": 4} | others
 
 
 def gemm_upcast(name: str, m: int, n: int, k: int, batch_invariant: bool) -> dict[str, int]:
@@ -177,7 +179,8 @@ def mhc(tokens: int, batch_invariant: bool) -> dict[str, int]:
 def quantise(name: str) -> dict[str, int]:
     """ELEMENTS a program. FORM 1: quotients by corrected reciprocals, FP4 codes in few operations.
 
-    fp4_e4m3 keeps form 0: with 32 elements a thread, form 1 gave wrong halves of words under Triton 3.6.
+    fp4_e4m3 keeps form 0: form 1 was wrong on the card with 32 elements a thread, by a fault of ptxas that `_triton.round_e4m3`
+    now avoids, and has not run there since.
     """
     return {"FORM": int(INTERPRETED or name != "fp4_e4m3"), "ELEMENTS": 4096, "num_warps": 4}
 
