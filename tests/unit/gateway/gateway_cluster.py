@@ -206,11 +206,19 @@ class Prefill(Worker):
         self.runs.append(message)
         if self.refuse is not None:
             return self.refuse
-        if message.prompt_logprobs >= 0:
+        scored = message.prompt_logprobs >= 0
+        if scored:
             self.score(message)
-        if not self.silent:
+        if not self.silent and scored:
+            self.background(self.commit(message))
+        elif not self.silent:
             self.decodes[message.decode].begin(message)
         return m.Accepted(self.load())
+
+    async def commit(self, run: m.Run):
+        """A commit travels behind the scores, on the same connection: output can't overtake them."""
+        await self.bus.flush()
+        self.decodes[run.decode].begin(run)
 
 
 class Cluster:
