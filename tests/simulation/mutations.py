@@ -112,7 +112,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         Mutation("", choice, "_came", "index > end", "False"),
     ),
     "gap": (
-        Mutation("lost output is not asked for", choice, "_missing", "choice._replace(asking=True), (Ask(choice.next),)",
+        Mutation("lost output is not asked for", choice, "_missing", "replace(choice, asking=True), (Ask(choice.next),)",
                  "choice, ()"),
     ),
     "tail": (

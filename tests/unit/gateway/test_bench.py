@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from pathlib import Path
 
 import pytest
 
-from headrace.gateway.bench import main, ratios
+from headrace.gateway.bench import Process, main, per_token, ratios
+
+
+@pytest.mark.slow
+def test_whole_answers_and_the_same_code_as_another_tree(capsys):
+    tree = str(Path(__file__).parents[3])
+    main(["--answers", "streamed,whole", "--against-tree", tree, "--requests", "6", "--warmup", "2", "--repeat", "1",
+          "--concurrency", "2", "--words", "8", "--tokens", "1,5", "--json"])  # fmt: skip
+    told = json.loads(capsys.readouterr().out)
+    assert [(case["answers"], case["tokens"]) for case in told["cases"]] == [
+        ("streamed", 1), ("streamed", 5), ("whole", 1), ("whole", 5)
+    ]  # fmt: skip
+    assert [line["answers"] for line in told["per_token"]] == ["streamed", "whole"]
+    assert all(case["ratio"]["cpu_gateway_ms"] > 0 for case in told["cases"])
 
 
 @pytest.mark.slow
@@ -31,3 +47,31 @@ def test_a_variable_is_a_name_and_a_value(capsys):
     with pytest.raises(SystemExit):
         main(["--against", "HEADRACE_TRACE"])
     assert "--against" in capsys.readouterr().err
+
+
+def test_a_tree_has_sources_and_answers_have_a_kind(tmp_path, capsys):
+    for wrong in (["--against-tree", str(tmp_path)], ["--answers", "half"], ["--against", "A=1", "--against-tree", "."]):
+        with pytest.raises(SystemExit):
+            main(wrong)
+        assert wrong[0] in capsys.readouterr().err
+
+
+def test_what_a_token_adds_to_what_a_request_costs():
+    def case(answers: str, tokens: int, ms: float, other: float) -> dict:
+        against = {"cpu_gateway_ms": other}
+        return {"answers": answers, "words": 8, "concurrency": 4, "tokens": tokens, "cpu_gateway_ms": ms, "against": against}
+
+    cases = [case("streamed", 50, 1.6, 1.1), case("streamed", 10, 0.8, 0.7), case("whole", 10, 0.7, 0.7)]
+    (line,) = per_token(cases)
+    assert (line["answers"], line["this"]) == ("streamed", {"token_us": 20.0, "request_us": 600.0})
+    assert line["against"] == {"token_us": 10.0, "request_us": 600.0}
+
+
+def test_cpu_time_is_that_of_all_threads():
+    """It sees a few milliseconds of work, and is no more than the clock of the process."""
+    here = Process("here", os.getpid())
+    before, clock = here.cpu(), time.process_time()
+    while time.process_time() < clock + 0.05:
+        pass
+    spent = here.cpu() - before
+    assert 0.02 <= spent <= time.process_time() - clock + 0.02

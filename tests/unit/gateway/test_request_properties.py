@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from headrace.bus import messages as m
 from headrace.gateway import choice, errors, request
@@ -136,7 +137,7 @@ class Play:
             for number, c in enumerate(self.choices):
                 assert c.over and self.given[number] == self.whole(number), "an answer without all of its tokens"
         if self.parent is not None and isinstance(effect, request.End):
-            self.parent.choices[self.number] = self.choices[0]._replace(finished=True)
+            self.parent.choices[self.number] = replace(self.choices[0], finished=True)
             self.parent.given[self.number] = self.given[0]
             self.parent.happens(request.ChoiceFinished())
         elif self.parent is not None and isinstance(effect, request.Fail):
@@ -327,7 +328,7 @@ def test_what_is_played_reaches_every_phase_and_every_end():
 
 GUARDS = {
     "output is not carried to the next attempt": (Choice, "carried", lambda c: Choice()),
-    "an index says nothing": (choice, "_came", lambda c, came: came_(c, came._replace(index=c.next))),
+    "an index says nothing": (choice, "_came", lambda c, came: came_(c, replace(came, index=c.next))),
     "legs are not cancelled": (request, "_cancels", lambda r, reason, but="": []),
     "workers are not let go": (request, "_let_go", lambda r, dead="": []),
     "the dead are let go twice": (request, "_let_go", lambda r, dead="": let_go(r)),

@@ -5,10 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.bus import messages as m
 from headrace.gateway import choice, errors, request
 from headrace.gateway.choice import Came, Choice
+from headrace.gateway.dispatch import CARRIED_OUT
 from headrace.gateway.request import Phase, Request
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "simulation"))
@@ -92,10 +94,10 @@ for loss in ("problem of decode", "problem of prefill", "decode died", "prefill 
 def state(phase: str, more: dict | None = None) -> Request:
     r = Request(LATE, 600.0, phase=Phase(phase), limits=LIMITS, attempt=4, prefill="p1", decode="d1")
     if phase in ("streaming", "settling", "split"):
-        r = r._replace(begun=True)
+        r = replace(r, begun=True)
     if phase == "settling":
-        r = r._replace(left=0, until=LATE)
-    return r._replace(**(more or {}))
+        r = replace(r, left=0, until=LATE)
+    return replace(r, **(more or {}))
 
 
 def happen(r: Request, event) -> tuple[Request, list]:
@@ -112,6 +114,7 @@ def test_row(phase, event, after, words):
     assert (got.phase.value, request_effects(effects)) == (after, words)
     told = happens(before) if callable(happens) else happens
     assert request_words(before, told, NOW) == event, "the words that simulation finds this row by"
+    assert {type(effect) for effect in effects} <= CARRIED_OUT.keys(), "the dispatcher knows how"
     keys = [request.key(effect) for effect in effects if request.key(effect)]
     assert len(keys) == len(set(keys))
     if got.phase is Phase.OVER:
@@ -156,12 +159,12 @@ def test_pairs_without_a_row_do_nothing():
                                    "output can't be repeated"])  # fmt: skip
 def test_another_attempts_answers_and_problems_do_nothing(phase, event):
     r = state(phase.value)
-    stale = EVENTS[event][1](r._replace(attempt=r.attempt - 1))
+    stale = EVENTS[event][1](replace(r, attempt=r.attempt - 1))
     assert request.step(r, stale, NOW) == (r, [])
 
 
 def test_a_worker_that_does_both_is_asked_counted_and_cancelled_once():
-    both = state("starting")._replace(prefill="d1")
+    both = replace(state("starting"), prefill="d1")
     for event in (refused("busy")(both), refused("")(both), request.Leaves()):
         _, effects = request.step(both, event, NOW)
         assert [e for e in effects if isinstance(e, request.Cancel)] == [
@@ -172,14 +175,14 @@ def test_a_worker_that_does_both_is_asked_counted_and_cancelled_once():
 
 
 def test_what_has_output_and_finds_no_worker_says_that_its_worker_died():
-    _, effects = request.step(state("placing")._replace(begun=True, nobody=1.0), request.NoPair("decode worker"), NOW)
+    _, effects = request.step(replace(state("placing"), begun=True, nobody=1.0), request.NoPair("decode worker"), NOW)
     assert effects[-1].error.code == "worker_died" and "decode worker" in effects[-1].error.message
 
 
 def test_who_lost_it_is_asked_again_when_nobody_else_has_room_for_long():
     """It may be well by now: only asked last."""
     full = m.Refused("busy", "why")
-    waits = state("placing")._replace(shunned=frozenset({"d1"}), lost=NOW, refusal=full, excluded=frozenset({"d2"}))
+    waits = replace(state("placing"), shunned=frozenset({"d1"}), lost=NOW, refusal=full, excluded=frozenset({"d2"}))
     for later in (0.0, LIMITS.worker - 0.1):
         after, _ = request.step(waits, request.NoPair("worker"), NOW + later)
         assert after.phase is Phase.LINE and after.shunned == {"d1"}
@@ -221,7 +224,7 @@ def arrive(c: Choice, event, kept: int) -> tuple[Choice, list]:
 
 @pytest.mark.parametrize(("phase", "words", "after", "said"), OUTPUT_ROWS, ids=str)
 def test_row_of_a_choice(phase, words, after, said):
-    before = CHOICES[phase]._replace(behind="more is missing" in words)
+    before = replace(CHOICES[phase], behind="more is missing" in words)
     event, kept = OUTPUT[words]
     got, effects = arrive(before, event, kept)
     assert (choice_phase(got), [type(effect).__name__ for effect in effects]) == (after, said)

@@ -1,16 +1,19 @@
 """The output of one choice at the gateway, as a pure function: the table of docs/handoff.md, section 6, "output of a choice".
 
 Knows which tokens are new, what a gap means, when a choice is over. Does not know ids, text or the bus: `Dispatcher` tells what
-came and carries the effects out. There is a step for each message and choice, so states are tuples, which are cheap to make.
+came and carries the effects out. There is a step for each message and choice, so states, events and effects are msgspec's
+structs, which are compared by type and made in C: a frozen dataclass costs ten times as much.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 
-class Choice(NamedTuple):
+class Choice(Struct, frozen=True):
     """One of n outputs. `next`: index of the next token that is wanted, from whichever attempts. `kept`: tokens that count,
     once a text stop ended it here; decode goes on until it is told. `finished`: decode says that it is over, after `sampled`
     tokens that count. `asking`: lost output is being asked for; `behind`: more is missing than that question was about."""
@@ -34,13 +37,13 @@ class Choice(NamedTuple):
 
     def carried(self) -> Choice:
         """The same for the next attempt; questions of the last one are nobody's now."""
-        return self._replace(asking=False, behind=False)
+        return replace(self, asking=False, behind=False)
 
 
 # ---------------------------------------------------------------- events
 
 
-class Came(NamedTuple):
+class Came(Struct, frozen=True):
     """`count` tokens from `index` on; `finish`: decode's reason, with the last of them, and how many it `sampled`."""
 
     index: int
@@ -49,30 +52,26 @@ class Came(NamedTuple):
     sampled: int = 0
 
 
-class Delivered(NamedTuple):
+class Delivered(Struct, frozen=True):
     """The sink has them. `kept`: -1, or tokens of the choice that count, for a text stop ended it."""
 
     kept: int
     finish: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Missing:
+class Missing(Struct, frozen=True):
     """Messages of its worker were lost: perhaps its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(Struct, frozen=True):
     """What was asked for has come, and was told before."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unanswered:
+class Unanswered(Struct, frozen=True):
     """The question or its answer was lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unreachable:
+class Unreachable(Struct, frozen=True):
     """Nobody could be asked then. The prober finds a dead worker; a bus that comes back makes everything `Missing`, perhaps
     before this is told."""
 
@@ -80,37 +79,35 @@ class Unreachable:
 # ---------------------------------------------------------------- effects
 
 
-class Deliver(NamedTuple):
+class Deliver(Struct, frozen=True):
     """To the client: what came, without the first `skip` tokens. -> `Delivered`"""
 
     skip: int
     finish: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Struct, frozen=True):
     """Decode, for everything from `start` on. -> `Answered`, `Unanswered`, `Unreachable`"""
 
     start: int
 
 
-@dataclass(frozen=True, slots=True)
-class Over:
+class Over(Struct, frozen=True):
     """Nothing more of it is for the client; `finished`: decode knows that."""
 
     reason: str
     finished: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LastWord:
+class LastWord(Struct, frozen=True):
     """Decode has finished what a text stop had ended here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Aborted:
+class Aborted(Struct, frozen=True):
     """It ended there, and nobody says why."""
 
+
+ALL_OF_IT = (Deliver(0),)  # what follows from nearly every message
 
 Step = tuple[Choice, tuple[Any, ...]]
 
@@ -122,30 +119,29 @@ def step(choice: Choice, event: Any, now: float = 0.0) -> Step:
         case Delivered(kept, finish):
             if choice.kept >= 0 or (kept < 0 and not finish):
                 return choice, ()
-            return choice._replace(kept=kept), (Over("stop" if kept >= 0 else finish, choice.finished),)
+            return replace(choice, kept=kept), (Over("stop" if kept >= 0 else finish, choice.finished),)
     if choice.finished:
-        return choice._replace(asking=False, behind=False), ()
+        return replace(choice, asking=False, behind=False), ()
     match event:
         case Missing():
             return _missing(choice)
         case Answered() if choice.asking and not choice.behind:
-            return choice._replace(asking=False), ()
+            return replace(choice, asking=False), ()
         case Unanswered() if choice.asking:
-            return choice._replace(behind=False), (Ask(choice.next),)
+            return replace(choice, behind=False), (Ask(choice.next),)
         case Answered() | Unreachable() if choice.behind:
-            return choice._replace(behind=False), (Ask(choice.next),)
+            return replace(choice, behind=False), (Ask(choice.next),)
         case Unreachable():
-            return choice._replace(asking=False), ()
+            return replace(choice, asking=False), ()
     return choice, ()
 
 
 def _came(choice: Choice, came: Came) -> Step:
-    index, count, finish, sampled = came
-    end, kept, finished, _, asking, behind = choice
-    if finished:
+    index, count, finish, end = came.index, came.count, came.finish, choice.next
+    if choice.finished:
         return choice, ()
-    if kept >= 0:  # a text stop ended it; decode's last word brings the usage
-        return (choice._replace(finished=True, sampled=sampled), (LastWord(),)) if finish else (choice, ())
+    if choice.kept >= 0:  # a text stop ended it; decode's last word brings the usage
+        return (replace(choice, finished=True, sampled=came.sampled), (LastWord(),)) if finish else (choice, ())
     if index > end:
         return _missing(choice)
     skip = end - index
@@ -153,12 +149,13 @@ def _came(choice: Choice, came: Came) -> Step:
         return choice, ()
     if finish == "abort":
         return choice, (Aborted(),)
-    after = Choice(index + count, -1, bool(finish), sampled if finish else choice.sampled, asking, behind)
-    return after, (Deliver(skip, finish),)
+    sampled = came.sampled if finish else choice.sampled
+    after = Choice(index + count, -1, bool(finish), sampled, choice.asking, choice.behind)
+    return after, (Deliver(skip, finish),) if skip or finish else ALL_OF_IT
 
 
 def _missing(choice: Choice) -> Step:
     """Ask once at a time; an answer that is under way may be older than what makes us ask now."""
     if choice.asking:
-        return choice._replace(behind=True), ()
-    return choice._replace(asking=True), (Ask(choice.next),)
+        return replace(choice, behind=True), ()
+    return replace(choice, asking=True), (Ask(choice.next),)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -130,89 +131,90 @@ class Dispatcher:
         self._carry_out(record, *request.step(record.state, event, time.monotonic()))
 
     def _carry_out(self, record: Record, after: request.Request, effects: list[Any]) -> None:
-        ends = after.phase is Phase.OVER and not record.over
+        ends = after.phase is Phase.OVER and record.state.phase is not Phase.OVER
         record.state = after  # now: what follows may bring further events
         try:
             for effect in effects:
-                self._do(record, effect)
+                CARRIED_OUT[type(effect)](self, record, effect)
         except Exception:
             self.defect(record)
         if ends:
             self._forget(record)
 
-    def _do(self, record: Record, effect: Any) -> None:
-        match effect:
-            case request.Place():
-                self.happens(record, request.Placed(bool(self.line.waiting)))
-            case request.Choose(without):
-                self._choose(record, without)
-            case request.Join(always):
-                self._join(record, always)
-            case request.LeaveLine():
-                self.line.leave(record)
-                self.capacity()
-            case request.Look():
-                record.look = self.legs.aside(self._look(record))
-            case request.Admit(attempt):
-                record.expect()  # here, not at a loss: one that was merely refused may have had questions open too
-                self._admit(record, attempt)
-            case request.Hold(attempt, watched):
-                prefill, decode = record.pair
-                self.router.sent(prefill, decode, record.prompt.hashes, len(record.prompt.ids))
-                for leg in watched:
-                    self.prober.watch((decode if leg == decode.instance else prefill).presence.role, leg)
-            case request.Run(attempt, _, have):
-                self._run(record, attempt, have)
-            case request.Unwatch(_, worker):
-                self.prober.unwatch(worker)
-            case request.LetGo(_, watched):
-                for leg in watched:
-                    self.prober.unwatch(leg)
-                for worker in record.pair:
-                    self.router.done(worker)
-            case request.Cancel(attempt, role, worker, reason):
-                self.counters["cancels"] += 1
-                kept = {n: c.kept for n, c in enumerate(record.choices) if c.kept >= 0} if reason == "stop" else {}
-                self.legs.cancel(role, worker, m.Cancel(record.request, attempt, reason, kept), record.deadline)
-            case _:
-                self._tell(record, effect)
+    def _place(self, record: Record, _: request.Place) -> None:
+        self.happens(record, request.Placed(bool(self.line.waiting)))
 
-    def _tell(self, record: Record, effect: Any) -> None:
-        """What the client hears, and traces."""
-        ms = (time.monotonic() - record.received) * 1e3
-        match effect:
-            case request.Finish(number, reason, last):
-                record.sink.finish(number, reason, last)
-            case request.Flush():
-                record.sink.flush()
-            case request.End():
-                usage = record.total_usage()
-                self.trace.event(
-                    record.request, "gateway.finished", ms, tokens=usage.completion_tokens, cached=usage.cached_tokens
-                )
-                record.sink.end(usage)
-            case request.Fail(error):
-                self.counters["deadlines"] += error.code == "deadline_exceeded"
-                self.trace.event(record.request, "gateway.failed", ms, status=error.status, why=error.message)
-                record.sink.fail(error)
-            case request.Shed():
-                self.trace.event(record.request, "gateway.cancelled", ms)
-            case request.Retry(attempt, worker, why, migrates):
-                record.replay()
-                tokens = sum(choice.next for choice in record.choices)
-                self.counters["migrations" if migrates else "retries"] += 1
-                self.trace.event(record.request, "gateway.migrate" if migrates else "gateway.retry", None, attempt=attempt,
-                                 lost=worker, why=why, tokens=tokens)  # fmt: skip
-            case request.Split():
-                record.parts = [
-                    record.split(PartSink(self, record, number), number)
-                    for number, choice in enumerate(record.choices) if not choice.over
-                ]  # fmt: skip
-                for part in record.parts:
-                    self._begin(part)
-            case request.EndParts():
-                for part in record.parts:
-                    self.happens(part, request.Leaves("failed"))
+    def _leave_line(self, record: Record, _: request.LeaveLine) -> None:
+        self.line.leave(record)
+        self.capacity()
+
+    def _look_again(self, record: Record, _: request.Look) -> None:
+        record.look = self.legs.aside(self._look(record))
+
+    def _hold(self, record: Record, effect: request.Hold) -> None:
+        prefill, decode = record.pair
+        self.router.sent(prefill, decode, record.prompt.hashes, len(record.prompt.ids))
+        for leg in effect.watched:
+            self.prober.watch((decode if leg == decode.instance else prefill).presence.role, leg)
+
+    def _unwatch(self, record: Record, effect: request.Unwatch) -> None:
+        self.prober.unwatch(effect.worker)
+
+    def _let_go(self, record: Record, effect: request.LetGo) -> None:
+        for leg in effect.watched:
+            self.prober.unwatch(leg)
+        for worker in record.pair:
+            self.router.done(worker)
+
+    def _cancel(self, record: Record, effect: request.Cancel) -> None:
+        self.counters["cancels"] += 1
+        kept = {n: c.kept for n, c in enumerate(record.choices) if c.kept >= 0} if effect.reason == "stop" else {}
+        cancel = m.Cancel(record.request, effect.attempt, effect.reason, kept)
+        self.legs.cancel(effect.role, effect.worker, cancel, record.deadline)
+
+    def _retry(self, record: Record, effect: request.Retry) -> None:
+        record.replay()
+        self.counters["migrations" if effect.migrates else "retries"] += 1
+        name, tokens = "gateway.migrate" if effect.migrates else "gateway.retry", sum(c.next for c in record.choices)
+        self.trace.event(record.request, name, None, attempt=effect.attempt, lost=effect.worker, why=effect.why, tokens=tokens)
+
+    def _split(self, record: Record, _: request.Split) -> None:
+        record.parts = [
+            record.split(PartSink(self, record, number), number)
+            for number, choice in enumerate(record.choices) if not choice.over
+        ]  # fmt: skip
+        for part in record.parts:
+            self._begin(part)
+
+    def _end_parts(self, record: Record, _: request.EndParts) -> None:
+        for part in record.parts:
+            self.happens(part, request.Leaves("failed"))
+
+    # ------------------------------------------------------------ what the client hears
+
+    def _finish(self, record: Record, effect: request.Finish) -> None:
+        record.sink.finish(effect.number, effect.reason, effect.last)
+
+    def _flush(self, record: Record, _: request.Flush) -> None:
+        record.sink.flush()
+
+    def _end(self, record: Record, _: request.End) -> None:
+        usage = record.total_usage()
+        self.trace.event(
+            record.request, "gateway.finished", _age(record), tokens=usage.completion_tokens, cached=usage.cached_tokens
+        )
+        record.sink.end(usage)
+
+    def _fail(self, record: Record, effect: request.Fail) -> None:
+        error = effect.error
+        self.counters["deadlines"] += error.code == "deadline_exceeded"
+        self.trace.event(record.request, "gateway.failed", _age(record), status=error.status, why=error.message)
+        record.sink.fail(error)
+
+    def _shed(self, record: Record, _: request.Shed) -> None:
+        self.trace.event(record.request, "gateway.cancelled", _age(record))
+
+    # ------------------------------------------------------------ the end of a record
 
     def _forget(self, record: Record) -> None:
         if self.records.get(record.request) is record:
@@ -231,7 +233,7 @@ class Dispatcher:
 
     # ------------------------------------------------------------ a pair, and the line
 
-    def _choose(self, record: Record, without: frozenset[str]) -> None:
+    def _choose(self, record: Record, effect: request.Choose) -> None:
         """The best pair of its model's workers now. Output of one checkpoint is not continued by another."""
         self.line.step_out(record)
         group = self.router.group(record.group.model) or record.group
@@ -239,7 +241,7 @@ class Dispatcher:
             missing = f"worker with the checkpoint that began this output ({record.group.checkpoint})"
             return self.happens(record, request.OtherOutput(missing))
         record.group = group
-        record.pair = self.router.choose(group, record.prompt.hashes, len(record.prompt.ids), set(without))
+        record.pair = self.router.choose(group, record.prompt.hashes, len(record.prompt.ids), set(effect.without))
         if record.pair is None:
             missing = "" if group.prefills and group.decodes else "prefill " if group.decodes else "decode "
             return self.happens(record, request.NoPair(f"{missing}worker for {group.model}"))
@@ -260,8 +262,8 @@ class Dispatcher:
         """Requests that wait for a worker."""
         return self.line.queued
 
-    def _join(self, record: Record, always: bool) -> None:
-        if not always and self.line.queued >= self.settings.max_queue:
+    def _join(self, record: Record, effect: request.Join) -> None:
+        if not effect.always and self.line.queued >= self.settings.max_queue:
             return self.happens(record, request.LineFull(self.line.queued))
         if not record.slot:
             self.counters["queued"] += 1
@@ -283,7 +285,9 @@ class Dispatcher:
 
     # ------------------------------------------------------------ the legs' answers
 
-    def _admit(self, record: Record, attempt: int) -> None:
+    def _admit(self, record: Record, effect: request.Admit) -> None:
+        attempt = effect.attempt
+        record.expect()  # here, not at a loss: one that was merely refused may have had questions open too
         if self.pulse.silent:
             return self.happens(record, request.Offline(attempt))
         decode = record.pair[1].instance
@@ -298,8 +302,8 @@ class Dispatcher:
 
         self.legs.admit(record, record.pair[1], heard)
 
-    def _run(self, record: Record, attempt: int, have: int) -> None:
-        prefill, decode = record.pair
+    def _run(self, record: Record, effect: request.Run) -> None:
+        attempt, (prefill, decode) = effect.attempt, record.pair
         record.asked = time.monotonic()
 
         def heard(answer: Any) -> None:
@@ -309,7 +313,7 @@ class Dispatcher:
                 return self.happens(record, request.Accepted(attempt))
             self._not_taken(record, attempt, prefill.instance, answer)
 
-        self.legs.run(record, prefill, decode.instance, have, heard)
+        self.legs.run(record, prefill, decode.instance, effect.have, heard)
 
     def _traced(self, record: Record, attempt: int, name: str, **fields: Any) -> None:
         if attempt == record.attempt and not record.over:
@@ -379,3 +383,19 @@ class Dispatcher:
             self._grace = None
         for instance in {record.state.decode for record in self.records.values()}:
             self.output.missing(instance)
+
+
+def _age(record: Record) -> float:
+    """Milliseconds since it came."""
+    return (time.monotonic() - record.received) * 1e3
+
+
+CARRIED_OUT: dict[type, Callable[[Dispatcher, Record, Any], None]] = {  # how; a chain of tests costs more than most effects
+    request.Place: Dispatcher._place, request.Choose: Dispatcher._choose, request.Join: Dispatcher._join,
+    request.LeaveLine: Dispatcher._leave_line, request.Look: Dispatcher._look_again, request.Admit: Dispatcher._admit,
+    request.Hold: Dispatcher._hold, request.Run: Dispatcher._run, request.Unwatch: Dispatcher._unwatch,
+    request.LetGo: Dispatcher._let_go, request.Cancel: Dispatcher._cancel, request.Retry: Dispatcher._retry,
+    request.Split: Dispatcher._split, request.EndParts: Dispatcher._end_parts, request.Finish: Dispatcher._finish,
+    request.Flush: Dispatcher._flush, request.End: Dispatcher._end, request.Fail: Dispatcher._fail,
+    request.Shed: Dispatcher._shed,
+}  # fmt: skip

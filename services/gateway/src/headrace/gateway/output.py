@@ -10,6 +10,8 @@ import asyncio
 from array import array
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from headrace.bus import BusError, BusTimeout
 from headrace.bus import messages as m
 
@@ -51,7 +53,7 @@ class Output:
             record = records.get(entry.request)
             if record is None:
                 self._unknown(out.instance, entry)
-            elif entry.attempt != record.attempt:
+            elif entry.attempt != record.state.attempt:
                 self._counters["stale_outputs"] += 1
                 self._unknown(out.instance, entry)
             else:
@@ -68,11 +70,12 @@ class Output:
         if entry.problem is not None:
             return self._dispatcher.happens(record, request.Problem(entry.attempt, instance, entry.problem))
         number = entry.choice
-        if record.state.phase not in TAKES_OUTPUT or number >= len(record.choices) or record.choices[number].finished:
+        phase, choices = record.state.phase, record.choices
+        if phase not in TAKES_OUTPUT or number >= len(choices) or choices[number].finished:
             return
         if entry.scores is not None:
             return record.add_scores(entry.scores)
-        if record.lacks_scores and record.state.phase in BEFORE_OUTPUT:  # their message was lost, and nobody can repeat it
+        if phase in BEFORE_OUTPUT and record.lacks_scores:  # their message was lost, and nobody can repeat it
             lost = m.Problem(503, "failed", "log-probabilities of the prompt were lost on the way")
             return self._dispatcher.happens(record, request.Problem(entry.attempt, record.state.prefill, lost))
         if entry.prompt is not None and record.prompt_usage is None:
@@ -81,10 +84,10 @@ class Output:
             record.usage = entry.usage
         ids = m.unpack_ids(entry.ids)
         came = choice.Came(entry.index, len(ids), entry.finish, entry.sampled)
-        record.choices[number], effects = choice.step(record.choices[number], came)
+        choices[number], effects = choice.step(choices[number], came)
         for effect in effects:
             if type(effect) is choice.Deliver:
-                self._deliver(record, number, ids, entry.logprobs, *effect)
+                self._deliver(record, number, ids, entry.logprobs, effect.skip, effect.finish)
             else:
                 self._do(record, number, effect, instance)
 
@@ -205,7 +208,7 @@ class PartSink:
     def end(self, usage: m.Usage) -> None:
         record, number = self._record, self._number
         part = next(part for part in record.parts if part.first_choice == record.first_choice + number)
-        record.choices[number] = part.choices[0]._replace(finished=True, sampled=usage.completion_tokens)
+        record.choices[number] = replace(part.choices[0], finished=True, sampled=usage.completion_tokens)
         record.prompt_usage = record.prompt_usage or usage
         self._dispatcher.happens(record, request.ChoiceFinished())
 

@@ -4,15 +4,19 @@ Knows attempts and their legs, the line, death, migration, deadlines: which even
 from it. Does not know the bus, workers' loads, tokens or HTTP: `Dispatcher` tells events and carries the effects out. What
 depends on facts that only it has (who has room?) is asked for by an effect (`Place`, `Choose`) and told by another event.
 
+States, events and effects are msgspec's structs: immutable, compared by type, and made in C (see `choice.py`).
+
 An answer names the attempt it is about. Effects with a key happen once for it, however often something asks for them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from headrace.bus import messages as m
 
@@ -44,12 +48,16 @@ class Phase(Enum):
     SPLIT = "split"
     OVER = "over"
 
+    __hash__ = object.__hash__  # there is one of each; Enum's own is written in Python
+
+
+for _phase in Phase:  # Python 3.11 finds a member through a property in Python, later versions as it is found now
+    type.__setattr__(Phase, _phase.name, _phase)
 
 HELD = {Phase.STARTING, Phase.RUNNING, Phase.STREAMING, Phase.SETTLING}  # its workers count it, and are probed
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Struct, frozen=True):
     """Seconds, save the first two. `max_attempts`: in a row, that give no output. `last_word`: wait for decode's usage once all
     text is out; `bus`: for a bus that is away."""
 
@@ -61,7 +69,7 @@ class Limits:
     bus: float = 5.0
 
 
-class Request(NamedTuple):
+class Request(Struct, frozen=True):
     """Times are monotonic seconds. `left`: choices with text to come; `open`: those that decode has not finished.
     `attempt` numbers every try, also refused ones. `begun`: some attempt has given output, which the next one goes on with."""
 
@@ -108,87 +116,75 @@ class Request(NamedTuple):
 
     def part(self) -> Request:
         """One of its choices, going on by itself."""
-        return self._replace(phase=Phase.NEW, choices=1, left=1, open=1, attempt=0, prefill="", decode="", queued=0.0)
+        return replace(self, phase=Phase.NEW, choices=1, left=1, open=1, attempt=0, prefill="", decode="", queued=0.0)
 
 
 # ---------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
-class Arrives:
+class Arrives(Struct, frozen=True):
     limits: Limits
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Struct, frozen=True):
     """The answer to `Place`. `ahead`: others wait already, and were here first."""
 
     ahead: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(Struct, frozen=True):
     """An answer to `Choose`."""
 
     prefill: str
     decode: str
 
 
-@dataclass(frozen=True, slots=True)
-class NoPair:
+class NoPair(Struct, frozen=True):
     """An answer to `Choose`. `missing`: what is not there, in words."""
 
     missing: str
 
 
-@dataclass(frozen=True, slots=True)
-class OtherOutput:
+class OtherOutput(Struct, frozen=True):
     """An answer to `Choose`: workers are there, but with another checkpoint than its output is of."""
 
     missing: str
 
 
-@dataclass(frozen=True, slots=True)
-class LineFull:
+class LineFull(Struct, frozen=True):
     """The answer to `Join`, where it is refused."""
 
     waiting: int
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
+class Called(Struct, frozen=True):
     """Its turn in the line."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(Struct, frozen=True):
     """Its images are known again; `error`: they are not."""
 
     error: GatewayError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BusBack:
+class BusBack(Struct, frozen=True):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(Struct, frozen=True):
     """Decode's answer. `have`: blocks of the prompt that it holds."""
 
     attempt: int
     have: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(Struct, frozen=True):
     """Prefill's answer."""
 
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Struct, frozen=True):
     """Either's answer. `refusal` None: it gave none."""
 
     attempt: int
@@ -196,20 +192,17 @@ class Refused:
     refusal: m.Refused | None
 
 
-@dataclass(frozen=True, slots=True)
-class Offline:
+class Offline(Struct, frozen=True):
     """The answer can't come: we are off the bus."""
 
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class FirstOutput:
+class FirstOutput(Struct, frozen=True):
     """Of the attempt that runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceOver:
+class ChoiceOver(Struct, frozen=True):
     """Nothing more of it is for the client; `finished`: decode knows that."""
 
     number: int
@@ -217,13 +210,11 @@ class ChoiceOver:
     finished: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceFinished:
+class ChoiceFinished(Struct, frozen=True):
     """Decode's last word on a choice that was over already."""
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(Struct, frozen=True):
     """A leg of this attempt says that it is over."""
 
     attempt: int
@@ -231,8 +222,7 @@ class Problem:
     problem: m.Problem
 
 
-@dataclass(frozen=True, slots=True)
-class Died:
+class Died(Struct, frozen=True):
     """The prober found it dead; it may have been stopped or cut off, and hold a credit."""
 
     worker: str
@@ -240,23 +230,20 @@ class Died:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unrepeatable:
+class Unrepeatable(Struct, frozen=True):
     """Output was lost that decode no longer has."""
 
     attempt: int
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Leaves:
+class Leaves(Struct, frozen=True):
     """The client is gone, or takes its output too slowly. `reason` "failed": the request that this is a part of is over."""
 
     reason: str = "client"
 
 
-@dataclass(frozen=True, slots=True)
-class Breaks:
+class Breaks(Struct, frozen=True):
     """It can't go on: the gateway stops, the bus stays away, a part of it failed, a defect."""
 
     error: GatewayError
@@ -265,53 +252,45 @@ class Breaks:
 # ---------------------------------------------------------------- effects
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """Do others wait for room? -> `Placed`"""
 
 
-@dataclass(frozen=True, slots=True)
-class Choose:
+class Choose(Struct, frozen=True):
     """A pair of workers, none of `without`. -> `Pair`, `NoPair`, `OtherOutput`"""
 
     without: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(Struct, frozen=True):
     """The line, in its place. `always`: however long that is. -> `LineFull`, or `Called` when its turn comes"""
 
     always: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LeaveLine:
+class LeaveLine(Struct, frozen=True):
     """Another may have its turn."""
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(Struct, frozen=True):
     """Have its images identified once more. -> `Seen`"""
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(Struct, frozen=True):
     """Ask decode. -> `Admitted`, `Refused`, `Offline`"""
 
     attempt: int
     decode: str
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(Struct, frozen=True):
     """Count it at its workers, and probe them."""
 
     attempt: int
     watched: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Struct, frozen=True):
     """Ask prefill. -> `Accepted`, `Refused`, `Offline`"""
 
     attempt: int
@@ -319,24 +298,21 @@ class Run:
     have: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unwatch:
+class Unwatch(Struct, frozen=True):
     """Its death would harm nothing any more."""
 
     attempt: int
     worker: str
 
 
-@dataclass(frozen=True, slots=True)
-class LetGo:
+class LetGo(Struct, frozen=True):
     """The workers of this attempt no longer count it; those of `watched` are no longer probed for it."""
 
     attempt: int
     watched: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Struct, frozen=True):
     """Tell a leg to stop, until it answers. After a text stop (`reason` "stop"): with what is kept."""
 
     attempt: int
@@ -345,8 +321,7 @@ class Cancel:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Retry:
+class Retry(Struct, frozen=True):
     """Another attempt follows, with what was output if there is any (`migrates`)."""
 
     attempt: int  # that was lost
@@ -355,20 +330,17 @@ class Retry:
     migrates: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(Struct, frozen=True):
     """Every open choice goes on as a request of its own. -> `ChoiceOver`, `ChoiceFinished`, `Breaks`"""
 
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class EndParts:
+class EndParts(Struct, frozen=True):
     """What it was split into ends with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Struct, frozen=True):
     """Tell the client that a choice is over; `last`: all are."""
 
     number: int
@@ -376,25 +348,21 @@ class Finish:
     last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Flush:
+class Flush(Struct, frozen=True):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Struct, frozen=True):
     """Tell the client that all is over, with the usage."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(Struct, frozen=True):
     """Tell the client that it failed."""
 
     error: GatewayError
 
 
-@dataclass(frozen=True, slots=True)
-class Shed:
+class Shed(Struct, frozen=True):
     """There is no client to be told."""
 
 
@@ -417,8 +385,12 @@ def key(effect: Any) -> tuple[Any, ...]:
 
 Step = tuple[Request, list[Any]]
 
+FINDING = frozenset({Arrives, Placed, Pair, NoPair, OtherOutput, LineFull, Called, Seen, BusBack})  # a pair: see `_placing`
+
 
 def step(r: Request, event: Any, now: float) -> Step:
+    if type(event) in FINDING:
+        return _placing(r, event, now)
     match event:
         case Admitted():
             return _admitted(r, event)
@@ -429,9 +401,9 @@ def step(r: Request, event: Any, now: float) -> Step:
             return _refused(r, event)
         case Offline(attempt) if attempt == r.attempt and r.phase in (Phase.ADMITTING, Phase.STARTING):
             until = now + min(r.limits.bus, r.deadline - now)
-            return r._replace(phase=Phase.OFFLINE, until=until), [*_cancels(r, "failed"), *_let_go(r)]
+            return replace(r, phase=Phase.OFFLINE, until=until), [*_cancels(r, "failed"), *_let_go(r)]
         case FirstOutput() if r.phase in (Phase.STARTING, Phase.RUNNING):
-            begun = r._replace(begun=True, losses=0)
+            begun = replace(r, begun=True, losses=0)
             over = [Unwatch(r.attempt, r.prefill)] if r.prefill != r.decode else []
             return _in_place(begun, Phase.STREAMING, over)
         case ChoiceOver() if r.phase in (Phase.STREAMING, Phase.SPLIT):
@@ -447,7 +419,7 @@ def step(r: Request, event: Any, now: float) -> Step:
             return _over(r, "failed", Fail(error))
         case Problem() | Died() | Unrepeatable():
             return _trouble(r, event, now)
-    return _placing(r, event, now)
+    return r, []
 
 
 def tick(r: Request, now: float) -> Step:
@@ -474,24 +446,24 @@ def tick(r: Request, now: float) -> Step:
 def _placing(r: Request, event: Any, now: float) -> Step:
     match r.phase, event:
         case Phase.NEW, Arrives(limits):
-            return _place(r._replace(limits=limits))
+            return _place(replace(r, limits=limits))
         case Phase.PLACING, Placed(ahead):
             return _wait(r, now) if ahead else _look(r)
         case Phase.PLACING, Pair(prefill, decode):
-            after = r._replace(phase=Phase.ADMITTING, attempt=r.attempt + 1, prefill=prefill, decode=decode)
+            after = replace(r, phase=Phase.ADMITTING, attempt=r.attempt + 1, prefill=prefill, decode=decode)
             return after, [Admit(after.attempt, decode)]
         case Phase.PLACING, NoPair() if r.shunned and not (_full(r) and now < r.lost + r.limits.worker):
-            return _choose(r._replace(shunned=NOBODY))  # there is nobody else, or none that has room soon
+            return _choose(replace(r, shunned=NOBODY))  # there is nobody else, or none that has room soon
         case Phase.PLACING, NoPair(missing):
             return _nobody(r, missing, now)
         case Phase.PLACING, OtherOutput(missing):
             return _give_up(r, errors.no_workers(missing))
         case Phase.LINE, LineFull(waiting):
-            return _give_up(r._replace(queued=0.0), errors.busy(f"all workers are busy and {waiting} requests wait already"))
+            return _give_up(replace(r, queued=0.0), errors.busy(f"all workers are busy and {waiting} requests wait already"))
         case Phase.LINE, Called():
             return _look(r)
         case Phase.LOOKING, Seen(None):
-            return _choose(r._replace(blind=False))
+            return _choose(replace(r, blind=False))
         case Phase.LOOKING, Seen(error):
             return _give_up(r, error)
         case Phase.OFFLINE, BusBack():
@@ -501,29 +473,29 @@ def _placing(r: Request, event: Any, now: float) -> Step:
 
 def _place(r: Request) -> Step:
     """From the beginning: whoever waits already comes first."""
-    return r._replace(phase=Phase.PLACING, excluded=NOBODY, refusal=None, nobody=0.0, until=math.inf), [Place()]
+    return replace(r, phase=Phase.PLACING, excluded=NOBODY, refusal=None, nobody=0.0, until=math.inf), [Place()]
 
 
 def _look(r: Request) -> Step:
     """Its turn: with images that are known, to workers."""
-    fresh = r._replace(excluded=NOBODY, refusal=None)
-    return (fresh._replace(phase=Phase.LOOKING, until=math.inf), [Look()]) if r.blind else _choose(fresh)
+    fresh = replace(r, excluded=NOBODY, refusal=None)
+    return (replace(fresh, phase=Phase.LOOKING, until=math.inf), [Look()]) if r.blind else _choose(fresh)
 
 
 def _choose(r: Request) -> Step:
-    return r._replace(phase=Phase.PLACING, until=math.inf), [Choose(r.excluded | r.shunned)]
+    return replace(r, phase=Phase.PLACING, until=math.inf), [Choose(r.excluded | r.shunned)]
 
 
 def _nobody(r: Request, missing: str, now: float) -> Step:
     """Nobody has room, or nobody is there. One that was killed or drained is replaced soon; a mismatch is not."""
     if _full(r):
-        return _wait(r._replace(nobody=0.0), now)
+        return _wait(replace(r, nobody=0.0), now)
     if r.refusal is not None and r.refusal.code not in WAIT_CODES:
         return _give_up(r, errors.from_refusal(r.refusal, "workers"))
     nobody = r.nobody or now
     if now >= nobody + r.limits.worker:
         return _give_up(r, errors.no_workers(missing, r.limits.worker))
-    return _wait(r._replace(nobody=nobody), now)
+    return _wait(replace(r, nobody=nobody), now)
 
 
 def _full(r: Request) -> bool:
@@ -534,7 +506,7 @@ def _full(r: Request) -> bool:
 def _wait(r: Request, now: float) -> Step:
     queued = r.queued or now
     until = r.nobody + r.limits.worker if r.nobody else queued + r.limits.queue
-    waits = r._replace(phase=Phase.LINE, excluded=NOBODY, refusal=None, queued=queued, until=until)
+    waits = replace(r, phase=Phase.LINE, excluded=NOBODY, refusal=None, queued=queued, until=until)
     return waits, [Join(always=r.begun or r.queued > 0)]
 
 
@@ -544,7 +516,7 @@ def _wait(r: Request, now: float) -> Step:
 def _admitted(r: Request, event: Admitted) -> Step:
     if r.phase is not Phase.ADMITTING or event.attempt != r.attempt:
         return r, []  # it ended while its admission was awaited, and decode was told
-    after = r._replace(phase=Phase.STARTING)
+    after = replace(r, phase=Phase.STARTING)
     return after, [Hold(r.attempt, after.watched), Run(r.attempt, r.prefill, event.have)]
 
 
@@ -556,15 +528,15 @@ def _refused(r: Request, event: Refused) -> Step:
     admitted = r.phase is Phase.STARTING  # by decode, whatever prefill says
     let_go = [c for c in _cancels(r, "failed") if holds or (admitted and c.role == "decode")] + _let_go(r)
     if refusal.code == "invalid":
-        after, effects = _give_up(r._replace(phase=Phase.PLACING), errors.from_refusal(refusal, event.worker))
+        after, effects = _give_up(replace(r, phase=Phase.PLACING), errors.from_refusal(refusal, event.worker))
     else:
-        after, effects = _choose(r._replace(excluded=r.excluded | {event.worker}, refusal=refusal))
+        after, effects = _choose(replace(r, excluded=r.excluded | {event.worker}, refusal=refusal))
     return after, [*let_go, *effects]
 
 
 def _in_place(r: Request, phase: Phase, effects: list[Any]) -> Step:
     """It has room: whoever waits may have the next."""
-    return r._replace(phase=phase, queued=0.0), [*effects, *([LeaveLine()] if r.queued else [])]
+    return replace(r, phase=phase, queued=0.0), [*effects, *([LeaveLine()] if r.queued else [])]
 
 
 # ---------------------------------------------------------------- output
@@ -576,14 +548,14 @@ def _choice(r: Request, event: ChoiceOver | ChoiceFinished, now: float) -> Step:
     if isinstance(event, ChoiceOver):
         left, finished = r.left - 1, event.finished
         effects.append(Finish(event.number, event.reason, left == 0))
-    after = r._replace(left=left, open=r.open - finished)
+    after = replace(r, left=left, open=r.open - finished)
     if after.open == 0:
         over, end = _over(after, "", End())
         return over, [*effects, *end]
     if isinstance(event, ChoiceOver):
         effects.append(Flush())
     if left == 0 and r.phase is Phase.STREAMING:  # text stops ended all that are open, of which decode does not know yet
-        after = after._replace(phase=Phase.SETTLING, until=now + r.limits.last_word)
+        after = replace(after, phase=Phase.SETTLING, until=now + r.limits.last_word)
         effects += _cancels(r, "stop")
     return after, effects
 
@@ -600,7 +572,7 @@ def _trouble(r: Request, event: Problem | Died | Unrepeatable, now: float) -> St
             error = errors.from_problem(problem)
             if problem.status < 500 and problem.code not in RETRY_CODES:
                 return _over(r, "failed", Fail(error), but=worker)
-            return _lost(r._replace(blind=r.blind or problem.code in BLIND_CODES), worker, error, now)
+            return _lost(replace(r, blind=r.blind or problem.code in BLIND_CODES), worker, error, now)
         case Died(worker, role, why) if worker in r.watched:
             after, effects = _lost(r, worker, errors.worker_died(role, why), now, dead=worker)
             return after, [Cancel(r.attempt, r.role(worker), worker, "failed"), *effects]
@@ -618,12 +590,11 @@ def _lost(r: Request, worker: str, error: GatewayError, now: float, dead: str = 
     if losses >= limits.max_attempts or (r.begun and r.migrations >= limits.max_migrations):
         return _over(r, "failed", Fail(error), but=worker, dead=dead)
     told = [*_cancels(r, "failed", but=worker), Retry(r.attempt, worker, error.message, r.begun), *_let_go(r, dead)]
-    after = r._replace(
-        losses=losses, migrations=r.migrations + r.begun, shunned=r.shunned | {worker}, lost=now,
+    after = replace(r, losses=losses, migrations=r.migrations + r.begun, shunned=r.shunned | {worker}, lost=now,
         attempt=r.attempt + 1,  # now: output of the lost attempt is stale from here on
     )  # fmt: skip
     if r.begun and r.choices > 1:
-        return after._replace(phase=Phase.SPLIT, open=r.left, until=math.inf), [*told, Split(r.attempt)]
+        return replace(after, phase=Phase.SPLIT, open=r.left, until=math.inf), [*told, Split(r.attempt)]
     after, effects = _place(after)
     return after, [*told, *effects]
 
@@ -640,7 +611,7 @@ def _over(r: Request, reason: str, last: End | Fail | Shed, but: str = "", dead:
         effects.append(EndParts())
     if r.queued:
         effects.append(LeaveLine())
-    return r._replace(phase=Phase.OVER, queued=0.0, until=math.inf), [*effects, last]
+    return replace(r, phase=Phase.OVER, queued=0.0, until=math.inf), [*effects, last]
 
 
 def _cancels(r: Request, reason: str, but: str = "") -> list[Any]:
