@@ -109,8 +109,8 @@ def tell(seed: int, args: argparse.Namespace) -> None:
         for what in world.violations:
             print(f"  {what}")
         if not args.no_shrink:
-            wrong = kind(world)
-            small = shrunk(plan, lambda less: kind(simulate(less)) == wrong)
+            wrong = kind(world.violations)
+            small = shrunk(plan, lambda less: kind(simulate(less).violations) == wrong)
             print("made smaller:\n" + small.describe())
             for what in simulate(small).violations:
                 print(f"  {what}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mutations import MUTATIONS
-from runner import Hunt, Result
+from runner import Hunt, Result, kind
 from simulated import TABLE
 from table import cannot
 
@@ -52,8 +52,16 @@ def search_lines(result: Result, seconds: float) -> list[str]:
     for title in ("outcomes", "planned", "happened"):
         out += ["", f"{title}:", *_filled(getattr(result, title))]
     out += ["", "rows of docs/handoff.md that happened:", *_rows(result)]
-    seeds = f" (seeds {sorted(result.failed)[:20]})" if result.failed else ""
-    return [*out, "", f"violations: {len(result.failed)}{seeds}"]
+    return [*out, "", f"violations: {len(result.failed)}", *_failed(result)]
+
+
+def _failed(result: Result) -> Iterator[str]:
+    """Every kind of violation with all of its seeds, for whoever replays them."""
+    kinds: dict[str, list[int]] = {}
+    for seed in sorted(result.failed):
+        kinds.setdefault(kind(result.failed[seed]), []).append(seed)
+    for what, seeds in kinds.items():
+        yield f"  {len(seeds)} of: {what}; seeds {' '.join(map(str, seeds))}"
 
 
 def _filled(counts: Counter[str]) -> Iterator[str]:

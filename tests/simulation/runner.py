@@ -60,9 +60,9 @@ def simulate(plan: Any, traced: bool = False) -> World:
     return world
 
 
-def kind(world: World) -> str:
-    """What a violation is about, without its numbers."""
-    return re.sub(r"\d+|\w*simulated\w*", "#", world.violations[0])[:60] if world.violations else ""
+def kind(violations: list[str]) -> str:
+    """What the first of them is about, without its numbers."""
+    return re.sub(r"\d+|\w*simulated\w*", "#", violations[0])[:60] if violations else ""
 
 
 def some(first: int, count: int) -> Result:

@@ -74,6 +74,10 @@ FOUND = {
         1106, config(counts={"gateway": 1, "prefill": 1, "decode": 1, "kvstore": 0, "vision": 1}),
         (Request(0.05, 188, 1, images=(0,)),), (Message("Bytes", 1, "flip"),),
     ),
+    "a deadline that passes while an image's bytes are on their way ends the request": Plan(
+        6000183, config(counts={"gateway": 1, "prefill": 1, "decode": 1, "kvstore": 0, "vision": 1}),
+        (Request(0.05, 188, 1, deadline=2.0, images=(0,)),), (Message("Bytes", 1, "delay", 3.0),),
+    ),
     "a deadline that passes while no worker is there ends the request": Plan(
         49, config(transports=["tcp"], queue_seconds=1.0, max_num_seqs=2), (Request(0.75, 170, 1, n=2, deadline=2.0),),
         (Hurt("cut mute", "prefill", 0, 0.199, 2.843),),
@@ -108,9 +112,9 @@ def test_what_fails_is_made_small_and_told_in_words():
     counts = {"gateway": 1, "prefill": 2, "decode": 1, "kvstore": 1}
     plan = Plan(1, config(counts=counts, checksums=True), requests, (*noise, Message("Out", 3, "double"), *noise))
     with installed(), lenient(), without("index"):
-        wrong = kind(simulate(plan))
-        small = shrunk(plan, lambda less: kind(simulate(less)) == wrong)
-        assert wrong and kind(simulate(small)) == wrong
+        wrong = kind(simulate(plan).violations)
+        small = shrunk(plan, lambda less: kind(simulate(less).violations) == wrong)
+        assert wrong and kind(simulate(small).violations) == wrong
     assert len(small.requests) <= 2 and small.faults == (Message("Out", 3, "double"),)
     assert small.config.counts["kvstore"] == 0 and not small.config.checksums
     assert "Out number 3 comes twice" in small.describe() and "200 tokens of group" in small.describe()

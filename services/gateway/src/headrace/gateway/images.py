@@ -69,6 +69,7 @@ class Images:
         self.counters = dict.fromkeys(("images", "image_bytes", "image_refusals", "vision_losses"), 0)
         self._memory: Memory | None = None
         self._links: Links | None = None
+        self._copies: set[asyncio.Task[int]] = set()  # of images' bytes; one may outlive the request that began it
         self._busy = 0  # requests whose images are being identified
         self._came = asyncio.Event()  # set whenever a vision worker speaks for the first time, or again
         self._gone: dict[str, asyncio.Future[None]] = {}  # worker -> set when it leaves
@@ -90,11 +91,15 @@ class Images:
         return seen
 
     async def again(self, seen: Seen) -> None:
-        """Identify, or identify once more, because the pixels or their worker are gone. Raises GatewayError."""
+        """Identify, or identify once more, because the pixels or their worker are gone. Raises GatewayError, at the request's
+        deadline at the latest: no question, no worker that is looked for and no copy that takes its time keeps the client."""
         before = seen.found
         self._busy += 1
         try:
-            await self._rounds(seen)
+            async with asyncio.timeout(seen.deadline - time.monotonic()):
+                await self._rounds(seen)
+        except TimeoutError:
+            raise errors.deadline(self._settings.request_seconds) from None
         finally:
             self._busy -= 1
         if before and [f.digest for f in before] != [f.digest for f in seen.found]:
@@ -102,6 +107,8 @@ class Images:
             raise self._refusal(seen.sources, number, "the image behind this URL changed while the request ran; send it again")
 
     async def stop(self) -> None:
+        if self._copies:
+            await asyncio.wait([*self._copies])
         for part in (self._links, self._memory):
             if part is not None:
                 await part.close()
@@ -250,17 +257,33 @@ class Images:
             return room
         if not self.writing.begin(room.grant):
             return m.Refused("unknown", "the worker asked for this deposit before we knew it")
-        deadline = min(began + DEPOSIT_SECONDS - 1.0, seen.deadline)
+        copy = asyncio.create_task(self._copy(links, room, data, min(began + DEPOSIT_SECONDS - 1.0, seen.deadline)))
+        self._copies.add(copy)
+        copy.add_done_callback(lambda _: self._copied(copy, room.grant))
         try:
-            peer = await links.get(room.memory, max(0.0, min(2.0, seen.deadline - time.monotonic())))
-            await peer.write("intake", [(room.offset, data)], room.generation, deadline)
-            await peer.flush(deadline, room.generation)
-            checksum = crc32(data) if len(data) <= 65536 else await asyncio.to_thread(crc32, data)
+            await asyncio.wait([copy])
+        finally:
+            copy.cancel()  # who can't wait any longer does not wait for bytes that are on their way
+        try:
+            checksum = copy.result()
         except TransferError as error:
             raise Lost(f"{presence.instance} does not take bytes: {error}") from error
-        finally:
-            self.writing.end(room.grant, time.monotonic())
         return room.grant, room.generation, checksum
+
+    @staticmethod
+    async def _copy(links: Links, room: m.Deposited, data: bytes, deadline: float) -> int:
+        """Write the bytes of an image -> their crc32. Raises TransferError. Cancelled, it ends when no more bytes can land."""
+        peer = await links.get(room.memory, max(0.0, min(2.0, deadline - time.monotonic())))
+        await peer.write("intake", [(room.offset, data)], room.generation, deadline)
+        await peer.flush(deadline, room.generation)
+        return crc32(data) if len(data) <= 65536 else await asyncio.to_thread(crc32, data)
+
+    def _copied(self, copy: asyncio.Task[int], grant: str) -> None:
+        """Nothing is written under this grant any more."""
+        self._copies.discard(copy)
+        self.writing.end(grant, time.monotonic())
+        if not copy.cancelled():
+            copy.exception()  # was told to whoever still waited
 
     async def _request(self, seen: Seen, presence: m.Presence, verb: str, message: m.Message) -> Any:
         """The answer. Raises Lost when there is none, GatewayError at the deadline."""
