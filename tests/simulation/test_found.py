@@ -92,6 +92,16 @@ def test_what_was_found_is_mended(name):
     assert world.violations == [] and world.asked
 
 
+def test_a_decode_that_dies_before_it_answers_is_found_by_probes():
+    """Half a second of probes and of the second attempt; patience with an answer would be a second alone."""
+    counts = {"gateway": 1, "prefill": 1, "decode": 2, "kvstore": 0}
+    plan = Plan(1, config(counts=counts), (Request(0.7, 36, 1, max_tokens=1, deadline=0.9),),
+                (Message("Admitted", 1, "drop"), When("Admitted", 1, "sender", "kill", 5.0)))  # fmt: skip
+    with installed():
+        world = simulate(plan)
+    assert world.violations == [] and [asked.ended for asked in world.asked] == ["answer"]
+
+
 def test_they_are_told_when_they_are_not_mended():
     """The same, with a guard taken away: it is the check that makes the others worth something."""
     from mutations import without

@@ -135,3 +135,12 @@ def test_the_cache_keeps_its_bound(steps):
             cache.put(key, name, nbytes)
         assert cache.bytes <= cache.capacity
         assert cache.bytes == sum(size for _, size in cache._entries.values())
+
+
+async def test_images_beside_one_whose_pixels_are_gone_leave_the_queue(bench):
+    here = bench.add(b"a")
+    with pytest.raises(PixelsGone):
+        await bench.encoding.spans([here, (b"t", b"gone")])
+    await asyncio.sleep(0)
+    assert bench.encoding.pending == 0
+    assert (await bench.encoding.spans([here]))[1] == 36

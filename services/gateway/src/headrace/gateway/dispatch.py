@@ -48,6 +48,7 @@ class Dispatcher:
              "queued"), 0,
         )  # fmt: skip
         self.output = Output(self)
+        self._asking: dict[tuple[str, int], str] = {}  # (request, attempt) that waits for admission -> decode, probed
         self.loop = asyncio.get_running_loop()
         self._nudge: asyncio.TimerHandle | None = None
         self._ticking = False
@@ -292,8 +293,13 @@ class Dispatcher:
             return self.happens(record, request.Offline(attempt))
         decode = record.pair[1].instance
         record.asked = time.monotonic()
+        self._asking[record.request, attempt] = decode
+        self.prober.watch(record.pair[1].presence.role, decode)
 
         def heard(answer: Any) -> None:
+            if self._asking.pop((record.request, attempt), None) is None:
+                return  # it died meanwhile, which was told
+            self.prober.unwatch(decode)
             if isinstance(answer, m.Admitted):
                 self.router.loaded(decode, answer.load)
                 self._traced(record, attempt, "gateway.admitted", decode=decode, have=answer.have)
@@ -358,8 +364,14 @@ class Dispatcher:
         worker = self.router.workers.get(instance)
         role = worker.presence.role if worker else "decode"
         self.peers.forget(instance)
+        asked = [key for key, decode in self._asking.items() if decode == instance]
+        for key in asked:
+            del self._asking[key]
         for record in list(self.records.values()):
             self.happens(record, request.Died(instance, role, why))
+        for name, attempt in asked:  # its word won't come: that is known now, not when patience ends
+            if name in self.records:
+                self._unanswered(self.records[name], attempt, instance, True)
 
     def _on_pong(self, pong: m.Pong) -> None:
         self.router.loaded(pong.instance, pong.load)

@@ -70,25 +70,25 @@ class Encoding:
 
     async def spans(self, keys: Sequence[Key]) -> tuple[list[torch.Tensor], int, int]:
         """Spans [tokens, width] in order; patches that were computed for them, and images that were kept. Raises PixelsGone."""
-        turns, out, cached = [], [], 0
-        for key in keys:
-            kept = self.cache.get(key)
-            cached += kept is not None
-            out.append(kept)
-            turns.append(self._turn(key) if kept is None else None)
-        self.counters["cached"] += cached
-        mine = [turn for turn in turns if turn is not None]
-        for turn in mine:
-            turn.waiting += 1
+        turns, mine, out, cached = [], [], [], 0
         try:
-            if mine:
-                self._start()
+            for key in keys:
+                kept = self.cache.get(key)
+                cached += kept is not None
+                out.append(kept)
+                turns.append(self._turn(key) if kept is None else None)
+                if turns[-1] is not None:
+                    mine.append(turns[-1])
+                    turns[-1].waiting += 1
+            self.counters["cached"] += cached
+            self._start()
             for index, turn in enumerate(turns):
                 if turn is not None:
                     out[index] = await asyncio.shield(turn.future)
         finally:
             for turn in mine:
                 turn.waiting -= 1
+            self._start()  # where the pixels of one are gone, the others leave the queue
         return out, sum(turn.patches for turn in mine), cached
 
     # ------------------------------------------------------------ below

@@ -45,7 +45,7 @@ class Relay:
 
 
 async def _carry(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    while data := await source.read(1 << 16):
+    while (data := await source.read(1 << 16)) and not sink.is_closing():
         sink.write(data)
         await sink.drain()
     sink.close()
