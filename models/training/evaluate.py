@@ -94,6 +94,8 @@ class Client:
                 if not line.startswith(b"data: {"):
                     continue
                 data = json.loads(line[6:])
+                if data.get("error"):  # after the status line, a refusal too can only be said here
+                    reply.error = f"in the stream: {json.dumps(data['error'])[:300]}"
                 if data.get("usage"):
                     reply.tokens = data["usage"]["completion_tokens"]
                 for choice in data.get("choices", ()):

@@ -12,7 +12,7 @@ from models.training import evaluate
 class Peer(BaseHTTPRequestHandler):
     """Refuses so often with the given status, then answers; `asked` counts."""
 
-    status, refusals, wait, asked = 429, 2, "0.01", 0
+    status, refusals, wait, asked, late = 429, 2, "0.01", 0, False
 
     def do_GET(self):
         self.say(200, json.dumps({"data": [{"id": "model"}]}))
@@ -22,6 +22,8 @@ class Peer(BaseHTTPRequestHandler):
         type(self).asked += 1
         if self.asked <= self.refusals:
             return self.say(self.status, '{"error": {"message": "no room"}}', {"Retry-After": self.wait})
+        if self.late:
+            return self.say(200, 'data: {"error": {"message": "no worker is left"}}\n\n')
         deltas = [{"choices": [{"delta": {"content": "yes"}, "finish_reason": "stop"}]}, {"usage": {"completion_tokens": 1}}]
         return self.say(200, "".join(f"data: {json.dumps(delta)}\n\n" for delta in deltas))
 
@@ -69,3 +71,9 @@ def test_a_system_that_stays_busy_is_left(client, monkeypatch):
     asker, peer = client
     peer.wait = "6"  # longer than a request may take
     assert asker.ask({"messages": []}).error.startswith("HTTP 429: ") and peer.asked == 1
+
+
+def test_an_error_in_the_stream_is_said(client):
+    asker, peer = client
+    peer.refusals, peer.late = 0, True
+    assert asker.ask({"messages": []}).error == 'in the stream: {"message": "no worker is left"}'
