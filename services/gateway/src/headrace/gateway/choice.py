@@ -2,7 +2,7 @@
 
 Knows which tokens are new, what a gap means, when a choice is over. Does not know ids, text or the bus: `Dispatcher` tells what
 came and carries the effects out. There is a step for each message and choice, so states, events and effects are msgspec's
-structs, which are compared by type and made in C: a frozen dataclass costs ten times as much.
+structs, which are compared by type and made in C: a frozen dataclass costs several times as much.
 """
 
 from __future__ import annotations

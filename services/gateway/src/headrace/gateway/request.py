@@ -51,9 +51,6 @@ class Phase(Enum):
     __hash__ = object.__hash__  # there is one of each; Enum's own is written in Python
 
 
-for _phase in Phase:  # Python 3.11 finds a member through a property in Python, later versions as it is found now
-    type.__setattr__(Phase, _phase.name, _phase)
-
 HELD = {Phase.STARTING, Phase.RUNNING, Phase.STREAMING, Phase.SETTLING}  # its workers count it, and are probed
 
 
