@@ -54,6 +54,22 @@ def test_what_is_wrong_is_named_with_its_source(argv, text):
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (b"a: " + b"[" * 5000 + b"]" * 5000, "is nested too deeply"),
+        (b"log_format: off", "log_format = 'off': Invalid enum value 'off'; one of auto, console, json"),
+    ],
+)
+def test_a_file_that_cannot_be_read_or_meant_is_one_clear_error(tmp_path, data, text):
+    path = tmp_path / "c.yaml"
+    path.write_bytes(data)
+    with pytest.raises(SettingsError) as caught:
+        load("--config", str(path))
+    assert str(path) in str(caught.value) and text in str(caught.value)
+
+
 @pytest.mark.parametrize("text", ["decode: {max_num_seqs: 0}", "max_num_seqs: 0\ndecode: {max_num_seqs: 5}"])
 def test_a_wrong_value_is_refused_also_where_another_source_replaces_it(tmp_path, monkeypatch, text):
     path = tmp_path / "c.yaml"

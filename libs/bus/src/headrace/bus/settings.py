@@ -132,6 +132,10 @@ def _read_yaml(path: str, role: str, hints: dict[str, Any]) -> tuple[dict[str, A
         raise SettingsError(f"can't read the configuration file {path}: {error.strerror}") from error
     except yaml.YAMLError as error:
         raise SettingsError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path} is not UTF-8 text: {error}") from error
+    except RecursionError as error:
+        raise SettingsError(f"{path} is nested too deeply to be read") from error
     if not isinstance(loaded, dict):
         raise SettingsError(f"{path} must hold a mapping of settings, not {type(loaded).__name__}")
     shared = {k: v for k, v in loaded.items() if k not in ROLES}
@@ -143,7 +147,14 @@ def _read_yaml(path: str, role: str, hints: dict[str, Any]) -> tuple[dict[str, A
         for name in section:
             if name not in known:
                 raise SettingsError(f"{path}: unknown setting `{name}` {where}{nearest(str(name), known)}")
-    return {k: v for k, v in shared.items() if k in hints}, own
+    return tuple({k: _word(v, hints[k]) for k, v in section.items() if k in hints} for section in (shared, own))
+
+
+def _word(value: Any, hint: Any) -> Any:
+    """YAML 1.1 reads a bare `off` or `on` as a truth value; where a setting is one of some words, the word was meant."""
+    if isinstance(value, bool) and get_origin(_base(hint)) is Literal:
+        return "on" if value else "off"
+    return value
 
 
 def _warn_of_unknown_variables(hints: dict[str, Any]) -> None:
@@ -164,7 +175,9 @@ def _checked(cls: type[Settings], values: dict[str, Any], sources: dict[str, str
             checked[name] = msgspec.convert(value, hints[name], strict=False)
         except msgspec.ValidationError as error:
             shown = "(hidden)" if name.endswith(SECRET) else repr(value)
-            raise SettingsError(f"{sources[name]}: {name} = {shown}: {error}") from error
+            words = _base(hints[name])
+            right = f"; one of {', '.join(map(str, get_args(words)))}" if get_origin(words) is Literal else ""
+            raise SettingsError(f"{sources[name]}: {name} = {shown}: {error}{right}") from error
     return checked
 
 

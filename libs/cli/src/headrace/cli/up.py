@@ -83,7 +83,7 @@ def add_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings of the services, as YAML")
     parser.add_argument(
         "--drain-seconds",
-        type=float,
+        type=seconds,
         default=20.0,
         metavar="S",
         help="how long Ctrl-C waits for running requests (default: 20)",
@@ -93,6 +93,13 @@ def add_size(parser: argparse.ArgumentParser) -> None:
 def port(text: str) -> int:
     value = int(text)
     if not 0 <= value <= 65535:
+        raise ValueError
+    return value
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 86_400:  # also not a number
         raise ValueError
     return value
 
