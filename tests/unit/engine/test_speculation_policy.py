@@ -237,6 +237,18 @@ def test_what_a_step_without_drafts_takes_is_measured_again_now_and_then():
     assert drafts.count(False) == 2
 
 
+@pytest.mark.parametrize("lost", ["gone", "failed", "astray"])
+def test_a_step_that_lost_a_sequence_measures_nothing(lost):
+    """Fewer rows ran than were planned; where nobody was left there are no seconds of logits at all."""
+    costs = Costs(StepCurve({1: 1.0, 6: 1.1}), StepCurve({1: 1e-3}))
+    speculator, one = Speculator(Options(5), costs), sequence("a")
+    plan = seq.Plan(rows=[None], samples=[seq.Sample(one, 0, 4)], rows_planned=1)
+    result = seq.Result(tokens=[[]], seconds={"forward": 9.0})
+    setattr(result, lost, {one: "an error"} if lost == "failed" else {one})
+    speculator.settle(plan, result, [])
+    assert costs.forward(1) == 1.0 and costs.rest == [0.0, 0.0]
+
+
 def test_drafts_behind_the_end_of_an_output_are_worth_nothing():
     """They stood, so the gate has nothing against them; but what is promised for the next ones counts output alone."""
     speculator, one = Speculator(Options(5, budget=100)), sequence("a", *[0.99] * 5)

@@ -359,7 +359,8 @@ class Speculator:
                     self.counts["drafted"][place] += 1
                     self.typical[place] += _weight(self._blocks, GUESS) * (a - self.typical[place])
         decodes_only = len(plan.samples) == len(plan.rows) == plan.rows_planned - plan.draft_rows > 0
-        if self.costs is not None and decodes_only and not plan.restore:
+        whole = not (result.gone or result.failed or result.astray)  # else fewer rows ran than were planned, perhaps none
+        if self.costs is not None and decodes_only and whole and not plan.restore:
             even = len({len(sample.drafts) for sample in plan.samples}) == 1
             self.costs.observe(plan.rows_planned, len(result.proposals), result.seconds, plan.draft_rows > 0, even)
 
