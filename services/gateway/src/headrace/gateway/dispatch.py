@@ -176,8 +176,10 @@ class Dispatcher:
     def _retry(self, record: Record, effect: request.Retry) -> None:
         record.replay()
         self.counters["migrations" if effect.migrates else "retries"] += 1
-        name, tokens = "gateway.migrate" if effect.migrates else "gateway.retry", sum(c.next for c in record.choices)
-        self.trace.event(record.request, name, None, attempt=effect.attempt, lost=effect.worker, why=effect.why, tokens=tokens)
+        self.trace.event(
+            record.request, "gateway.migrate" if effect.migrates else "gateway.retry", None, attempt=effect.attempt,
+            lost=effect.worker, why=effect.why, tokens=sum(c.next for c in record.choices),
+        )  # fmt: skip
 
     def _split(self, record: Record, _: request.Split) -> None:
         record.parts = [
