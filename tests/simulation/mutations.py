@@ -74,7 +74,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
                  "return _admit(ticket) if isinstance(event, ev.Committed) else (ticket, [])"),
     ),
     "attempt": (
-        Mutation("output of another attempt is taken", Output, "on_out", "elif entry.attempt != record.attempt:",
+        Mutation("output of another attempt is taken", Output, "on_out", "elif entry.attempt != record.state.attempt:",
                  "elif False:"),
     ),
     "all-or-nothing": (

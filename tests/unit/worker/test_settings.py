@@ -25,7 +25,7 @@ def test_the_simulated_engine_has_room_by_default():
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        ((), "needs a checkpoint: --model FOLDER"),
+        ((), "needs a checkpoint \\(of any family\\): --model FOLDER"),
         (("--model", "a", "--model-path", "b"), "differ"),
         (("--model", "a", "--tensor-parallel-size", "8"), "one KV head"),
         (("--model", "a", "--kv-transfer-protocol", "rdma"), "use shm"),
