@@ -149,7 +149,9 @@ def test_without_batch_invariance_values_agree_closely(path, model):
     plain = load_model(path, numerics="exact")
     ids = tokens(6, 300)
     apart = (whole(plain, ids) - whole(model, ids)).abs()
-    assert apart.median() < 1e-5 and apart.max() < 0.05  # on some processors last bits decide a tie of a selection
+    # Without AVX-512 other last bits move a few values further: 0.0054 was seen.
+    wide = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    assert apart.median() < 1e-5 and apart.max() < (1e-3 if wide else 0.01)
 
 
 # ------------------------------------------------------------------ hits

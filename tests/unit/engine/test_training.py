@@ -57,7 +57,8 @@ def test_logits_are_those_of_the_served_model(path, length):
         got = model(ids).logits
     for row in range(2):
         errors = row_errors(got[row], serve(served, ids[row]))
-        assert errors.median() < 1e-5 and errors.max() < 0.05  # on some processors last bits decide a tie of a selection
+        wide = "AVX512" in torch.backends.cpu.get_cpu_capability()  # without it one row of 100 was 0.02 apart
+        assert errors.median() < 1e-5 and errors.max() < (1e-5 if wide else 0.04)
 
 
 class Scaled(Codec):
