@@ -168,23 +168,6 @@ def test_stop_tells_what_to_keep(tokenizer):
         assert tokenizer.decode(ids[: parser.kept_tokens]).endswith("END")
 
 
-def test_log_probabilities_end_with_the_text_however_many_tokens_a_step_gave(tokenizer):
-    ids = tokenizer.encode("alpha beta END gamma delta")
-    scored = [(-i / 10, []) for i in range(len(ids))]
-    told = []
-    for size in (1, 2, 3, len(ids)):
-        parser, entries = StreamParser(ParsingOptions(stop_sequences=["END"]), tokenizer), []
-        for at in range(0, len(ids), size):
-            events = parser.push(ids[at : at + size], scored[at : at + size])
-            entries += [entry for event in events for entry in event.logprobs or []]
-            if parser.finished:
-                break
-        told.append((entries, parser.kept_tokens))
-    assert all(one == told[0] for one in told)
-    # The last token's space is still told, so its entry is; those of gamma and delta are not.
-    assert tokenizer.decode(entry[0] for entry in told[0][0]) == "alpha beta END"
-
-
 def test_stops_do_not_reach_reasoning_or_calls(tokenizer):
     parser = StreamParser(ParsingOptions(thinking_initial_stage="reasoning_start", stop_sequences=["ris"]), tokenizer)
     parser.push(tokenizer.encode("Paris</think>" + CALL))

@@ -125,11 +125,18 @@ class Part:
         if stream.prompt_only:
             reply.buffer.append(stream.first())
             return -1
+        parser = stream.parser
         entries = None if logprobs is None else [(entry.logprob, entry.top) for entry in logprobs]
-        reply.buffer.append(stream.push(ids, entries))
+        if entries and parser.parsing.stop_sequences:
+            # An event tells the log-probabilities of its whole chunk, and what a step gave behind the stop must not be told.
+            for token_id, entry in zip(ids, entries, strict=True):
+                reply.buffer.append(stream.push([token_id], [entry]))
+                if parser.finished:
+                    break
+        else:
+            reply.buffer.append(stream.push(ids, entries))
         if self._ids:
             self._ids[choice] += ids
-        parser = stream.parser
         return -1 if parser.stopped is None else parser.kept_tokens
 
     def scores(self, first: int, scores: list[m.TokenLogprob]) -> None:

@@ -224,12 +224,7 @@ class StreamParser:
         return self._machine
 
     def _pieces_of(self, ids: list[int], logprobs: list[TokenLogprob] | None) -> Iterable[_Piece]:
-        """Cut a chunk at its added tokens; keep back the tail that ends inside a character. Where a text may stop the output,
-        each token with a log-probability is a chunk: what came behind the stop in the same step must not be told."""
-        if logprobs is not None and len(ids) > 1 and self.parsing.stop_sequences:
-            for token_id, entry in zip(ids, logprobs, strict=True):
-                yield from self._pieces_of([token_id], [entry])
-            return
+        """Cut a chunk at its added tokens; keep back the tail that ends inside a character."""
         tokenizer = self.tokenizer
         pending = self._pending
         for position, token_id in enumerate(ids):
