@@ -186,6 +186,7 @@ class Prefill(Worker):
         self.decodes = decodes
         self.runs, self.cancels = [], []
         self.silent = False  # accepts and then does nothing
+        self.deaf = False  # takes a run and never answers
 
     def verbs(self):
         return {"run": self.run, "cancel": self.cancel}
@@ -206,6 +207,8 @@ class Prefill(Worker):
         self.runs.append(message)
         if self.refuse is not None:
             return self.refuse
+        if self.deaf:
+            return asyncio.Event().wait()
         scored = message.prompt_logprobs >= 0
         if scored:
             self.score(message)

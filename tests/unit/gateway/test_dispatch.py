@@ -203,6 +203,36 @@ async def test_death_before_output_goes_elsewhere_unnoticed(bare):
     await quiet(bare)
 
 
+@pytest.mark.parametrize("how", ["death", "silence"])
+@pytest.mark.parametrize("held", [0, 1])
+async def test_what_an_attempt_left_in_the_cache_is_not_told_as_cached(cluster, how, held):
+    """The second attempt finds two blocks; when the request came some worker held `held` of them."""
+    prefill, decode = cluster.prefills[0], cluster.decodes[0]
+    body = {"model": "fake", "prompt": list(range(1000, 1300)), "max_tokens": 4}
+    if held:
+        await cluster.post(body, "/v1/completions")
+        first_block = decode.admits[0].block_hashes[: m.HASH_BYTES]
+        residency = cluster.gateway.router.residency
+        residency._recent.clear()
+        residency.on_events(m.KvEvents(decode.instance, decode.epoch, 1, first_block), "")
+    prefill.silent, prefill.deaf = True, how == "silence"
+    runs = len(prefill.runs)
+    task = asyncio.create_task(cluster.post(body, "/v1/completions"))
+    await eventually(lambda: len(prefill.runs) > runs)
+    decode.cached = 256
+    await cluster.add_prefill()
+    await cluster.ready(2, 1)
+    if how == "death":
+        prefill.vanish()
+    status, _, reply = await asyncio.wait_for(task, SOON)
+    assert status == 200 and len(cluster.prefills[1].runs) == 1
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 128 * held
+    decode.cached = 256
+    _, _, reply = await cluster.post(body, "/v1/completions")  # of one attempt: as its workers say
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 256
+    await quiet(cluster)
+
+
 async def test_prefills_death_after_the_first_token_harms_nothing(cluster):
     decode, prefill = cluster.decodes[0], cluster.prefills[0]
     decode.hold_at = 4

@@ -154,6 +154,8 @@ class Dispatcher:
 
     def _hold(self, record: Record, effect: request.Hold) -> None:
         prefill, decode = record.pair
+        if record.resident < 0:  # before `sent`, which counts this prompt itself
+            record.resident = self.router.resident(record.group, record.prompt.hashes)
         self.router.sent(prefill, decode, record.prompt.hashes, len(record.prompt.ids))
         for leg in effect.watched:
             self.prober.watch((decode if leg == decode.instance else prefill).presence.role, leg)
@@ -175,6 +177,7 @@ class Dispatcher:
 
     def _retry(self, record: Record, effect: request.Retry) -> None:
         record.replay()
+        record.repeated = True
         self.counters["migrations" if effect.migrates else "retries"] += 1
         self.trace.event(
             record.request, "gateway.migrate" if effect.migrates else "gateway.retry", None, attempt=effect.attempt,
@@ -329,6 +332,7 @@ class Dispatcher:
 
     def _not_taken(self, record: Record, attempt: int, worker: str, answer: Any) -> None:
         """Refused, or nothing was heard, or we are off the bus."""
+        record.repeated |= not isinstance(answer, m.Refused)
         if isinstance(answer, Disconnected):
             return self.happens(record, request.Offline(attempt))
         if not isinstance(answer, m.Refused):

@@ -79,7 +79,7 @@ class Output:
             lost = m.Problem(503, "failed", "log-probabilities of the prompt were lost on the way")
             return self._dispatcher.happens(record, request.Problem(entry.attempt, record.state.prefill, lost))
         if entry.prompt is not None and record.prompt_usage is None:
-            record.prompt_usage = entry.prompt
+            record.prompt_usage = record.as_it_came(entry.prompt)
         if entry.usage is not None:
             record.usage = entry.usage
         ids = m.unpack_ids(entry.ids)

@@ -66,7 +66,8 @@ class Record:
     __slots__ = (
         "arrival", "asked", "choices", "client_id", "deadline", "done", "first_choice", "group", "hashes", "ids", "look",
         "look_again", "namespace", "origin", "outputs", "pair", "parts", "priority", "prompt", "prompt_usage", "received",
-        "request", "sampling", "scores", "scores_of", "seen", "sink", "slot", "state", "traceparent", "usage",
+        "repeated", "request", "resident", "sampling", "scores", "scores_of", "seen", "sink", "slot", "state", "traceparent",
+        "usage",
     )  # fmt: skip
 
     def __init__(
@@ -89,6 +90,8 @@ class Record:
         self.origin: tuple[str, str] | None = None  # layout and checkpoint that the output is of
         self.prompt_usage: m.Usage | None = None  # the prompt's part, from the attempt that gave the first token
         self.usage: m.Usage | None = None  # of the attempt under way
+        self.resident = -1  # tokens of the prompt that some worker held when it first went to any; -1: not yet
+        self.repeated = False  # an attempt before this one may have computed some of the prompt
 
         self.seen: Seen | None = None  # its images; they go with every attempt
         self.look_again: Callable[[Seen], Awaitable[None]] | None = None  # have them identified once more
@@ -141,6 +144,17 @@ class Record:
         if part.start == len(self.scores) + 1:
             self.scores += part.logprobs
 
+    def as_it_came(self, usage: m.Usage) -> m.Usage:
+        """What the client is told of its prompt: what an earlier attempt of this request left behind was not cached when it
+        came. Residency is what workers say that they hold: of a prefix that only the kvstore held it knows nothing."""
+        if not self.repeated or usage.cached_tokens <= max(0, self.resident):
+            return usage
+        cached = max(0, self.resident)
+        source = usage.hit_source if cached else ""
+        return msgspec.structs.replace(
+            usage, cached_tokens=cached, computed_rows=usage.prompt_tokens - cached, hit_source=source
+        )
+
     def expect(self) -> None:
         """Output of another attempt: from the first token on, or from behind what was output."""
         self.usage = None
@@ -173,7 +187,7 @@ class Record:
     def total_usage(self) -> m.Usage:
         """Of all attempts together, each token once: the prompt as its first attempt found it, and all that was output. After
         a text stop only what is kept counts, also where decode was quicker than the word that it should stop."""
-        prompt = self.prompt_usage or self.usage or m.Usage(len(self.ids))
+        prompt = self.prompt_usage or self.as_it_came(self.usage or m.Usage(len(self.ids)))
         told = self.usage is not None and all(choice.kept < 0 for choice in self.choices)
         output = self.usage.completion_tokens if told else sum(choice.counted for choice in self.choices)
         return msgspec.structs.replace(prompt, completion_tokens=output)

@@ -124,6 +124,10 @@ class Router:
         idle = [pair for pair in equal if pair[0].in_flight + pair[1].in_flight == fewest]
         return idle[next(self._turn) % len(idle)]
 
+    def resident(self, group: Group, hashes: Sequence[bytes]) -> int:
+        """Leading tokens of a prompt that some worker holds."""
+        return max(self.residency.match(hashes).values(), default=0) * group.block_tokens if hashes else 0
+
     def room(self) -> int:
         """Admissions that decode workers would accept now, as far as is known."""
         return sum(max(0, w.load.credits - w.sent_requests) for g in self.groups.values() for w in g.decodes)
