@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import aiohttp
 import pytest
@@ -176,6 +177,35 @@ async def test_prober_finds_the_dead_but_not_the_idle(nats, bus, echo):
     await eventually(lambda: len(dead) >= 2)
     assert sorted(dead) == sorted([(gone.instance, "it has left the bus"), ("mute", "it missed 2 pings")])
     await mute.close()
+    await prober.stop()
+
+
+async def test_what_can_go_nowhere_else_has_a_lease(nats, bus, echo):
+    """A dead one is found as soon; one that answers late lives; one that never answers is late, not dead."""
+    told, began = [], time.monotonic()
+    tell = {name: lambda i, why, name=name: told.append((name, i, why, time.monotonic() - began)) for name in ("dead", "late")}
+    prober = Prober(bus, "me", tell["dead"], on_late=tell["late"], patient=lambda instance: True)
+    prober.start()
+    gone = Echo(Settings(nats_url=nats.url))
+    await gone.start()
+
+    def answer_late(message, subject, reply):
+        asyncio.get_running_loop().call_later(0.4, bus.respond, reply, m.Pong("slow", 1, 0, "ready", m.Load()))
+
+    mute = await bus.serve(subjects.command("decode", "mute", "*"), lambda *_: None)
+    slow = await bus.serve(subjects.command("decode", "slow", "*"), answer_late)
+    for instance in (gone.instance, "mute", "slow"):
+        prober.watch("decode", instance)
+    await asyncio.sleep(0.3)
+    began = time.monotonic()
+    await gone.stop()
+    await eventually(lambda: len(told) >= 2)
+    assert [entry[:3] for entry in told] == [
+        ("dead", gone.instance, "it has left the bus"), ("late", "mute", "it missed 2 pings and was silent for 2 s more"),
+    ]  # fmt: skip
+    assert told[0][3] < 2.0 <= told[1][3]
+    await mute.close()
+    await slow.close()
     await prober.stop()
 
 

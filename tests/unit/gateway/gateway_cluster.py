@@ -41,6 +41,7 @@ class Worker(Service):
     credits = 64
     refuse: m.Refused | None = None
     mute = False  # answers no pings
+    late = 0.0  # seconds that it takes to answer a ping
     max_model_len = 4096
     checkpoint = "C"
 
@@ -63,6 +64,10 @@ class Worker(Service):
     def _ping(self, message):
         if self.mute:
             return asyncio.Event().wait()  # never answers
+        return self._pong_late(message) if self.late else super()._ping(message)
+
+    async def _pong_late(self, message):
+        await asyncio.sleep(self.late)
         return super()._ping(message)
 
     def publish(self, gateway, entries):

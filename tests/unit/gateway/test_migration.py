@@ -159,6 +159,50 @@ async def test_it_waits_for_the_only_worker_to_come_back(cluster):
     await quiet(cluster)
 
 
+@pytest.mark.parametrize("who", ["the prefill", "the decode", "both decodes"])
+async def test_what_could_go_nowhere_else_waits_for_a_late_worker(cluster, who):
+    """To begin it again would only add to the load."""
+    if who == "both decodes":
+        await cluster.add_decode()
+        await cluster.ready(1, 2)
+    for decode in cluster.decodes:
+        decode.hold_at = 0 if who == "the prefill" else 4
+    tasks = [asyncio.create_task(cluster.stream(chat())) for _ in cluster.decodes]
+    await eventually(lambda: all(decode.streams for decode in cluster.decodes))
+    for worker in cluster.prefills if who == "the prefill" else cluster.decodes:
+        worker.late = 0.6  # more than the patience of a ping
+    await asyncio.sleep(3.0)  # a lease, and more
+    assert not any(task.done() for task in tasks) and cluster.gateway.dispatcher.prober.doubted
+    for decode in cluster.decodes:
+        decode.go.set()
+    assert [text_of(chunks) for chunks in await asyncio.wait_for(asyncio.gather(*tasks), SOON)] == [TEXT] * len(tasks)
+    assert [len(decode.admits) for decode in cluster.decodes] == [1] * len(tasks)
+    assert [counters(cluster)[name] for name in ("late", "deaths", "retries", "migrations")] == [0, 0, 0, 0]
+    await quiet(cluster)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("attempts", [1, 3])
+async def test_a_worker_that_does_not_answer_is_overloaded_not_dead(bare, begun, attempts):
+    """Its error says so, whether it was the last attempt or no other worker came."""
+    decode = await bare.add_decode()
+    await bare.add_prefill()
+    await bare.start_gateway(worker_seconds=0.5, max_attempts=attempts)
+    await bare.ready()
+    decode.hold_at = 4 if begun else 0
+    task = asyncio.create_task(bare.post(chat()))
+    await eventually(lambda: decode.done and all(len(ids) == 4 * begun for ids in decode.done.values()))
+    decode.mute = True
+    await eventually(lambda: counters(bare)["late"])
+    decode.set_state("draining")
+    status, headers, reply = await asyncio.wait_for(task, SOON)
+    error = reply["error"]
+    assert status == 503 and int(headers["Retry-After"]) >= 1
+    assert (error["code"], error["type"]) == ("overloaded", "overloaded_error") and "died" not in error["message"]
+    assert counters(bare)["deaths"] == 0
+    await quiet(bare)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_when_no_worker_is_left_the_client_is_told(bare, stream):
     first = await bare.add_decode()

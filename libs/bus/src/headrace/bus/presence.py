@@ -1,8 +1,9 @@
 """Who is there, and who has died.
 
 Knows: presence messages (`Peers`), pings (`Prober`), the bus's own silence (`Pulse`). Presence says who exists, in which state,
-with which load; it is too slow to say who is dead. Death is found by probing instances that have work in flight: every 250 ms,
-two misses or nobody listening. When the bus itself answers nothing, silence says nothing about anybody.
+with which load; it is too slow to say who is dead. Death is found by probing instances that have work in flight, every 250 ms:
+nobody listens there (the kernel closes a dead process's connections). Two misses are no death: a process that has too much to
+do, is stopped or cut off is late. When the bus itself answers nothing, silence says nothing about anybody.
 Does not know: what anybody does with it.
 """
 
@@ -23,6 +24,7 @@ from .subjects import HELLO, PRESENCE
 FRESH_SECONDS = 3.5  # three missed presences
 PROBE_SECONDS = 0.25
 PROBE_MISSES = 2
+LEASE_SECONDS = 2.0  # silence of a peer after which work that depends on it ends
 SILENT_SECONDS = 0.5  # patience with the bus itself
 
 log = structlog.get_logger("headrace.bus")
@@ -159,6 +161,25 @@ async def is_silent(bus: Bus, role: str, instance: str, sender: str) -> bool:
     return False
 
 
+async def lost(bus: Bus, role: str, instance: str, sender: str, wanted: Callable[[], bool]) -> BusError | None:
+    """Ask an instance that missed pings, with more patience each time, as long as `wanted()`. -> why it is lost: nobody listens
+    there, or it was silent for LEASE_SECONDS; None: it answered, or nothing can be said."""
+    end = time.monotonic() + LEASE_SECONDS
+    while wanted():
+        try:
+            await bus.request(role, instance, "ping", m.Ping(sender), timeout=LEASE_SECONDS / 4)
+        except BusTimeout as error:
+            if time.monotonic() < end:
+                continue
+            return error if await is_silent(bus, role, instance, sender) else None
+        except NoResponder as error:
+            return error
+        except BusError:
+            pass  # our own connection is down
+        return None
+    return None
+
+
 class Pulse:
     """Whether the bus carries anything for us, though it seems connected: a wire that swallows everything is found by the
     client's own pings only after three of them. Asked only when somebody gave no answer.
@@ -201,16 +222,19 @@ class Pulse:
 
 
 class Prober:
-    """Pings watched instances. `on_dead(instance, why)` is called once; the instance is then no longer watched. `on_doubt()`:
-    one missed its pings.
+    """Pings watched instances. `on_dead(instance, why)`, or `on_late` where it is there and does not answer, is called once;
+    the instance is then no longer watched. `on_doubt()`: one missed its pings. `patient(instance)`: whether its work had better
+    wait for it than go elsewhere; it is late then only after LEASE_SECONDS of silence.
 
     While this process itself is disconnected nobody is declared dead."""
 
     def __init__(
         self, bus: Bus, sender: str, on_dead: Callable[[str, str], None], on_pong: Callable[[m.Pong], None] | None = None,
-        on_doubt: Callable[[], object] = lambda: None,
+        on_doubt: Callable[[], object] = lambda: None, on_late: Callable[[str, str], None] | None = None,
+        patient: Callable[[str], bool] = lambda instance: False,
     ):  # fmt: skip
         self._bus, self._sender, self._on_dead, self._on_pong, self._on_doubt = bus, sender, on_dead, on_pong, on_doubt
+        self._on_late, self._patient = on_late or on_dead, patient
         self._watched: dict[str, list] = {}  # instance -> [role, uses, misses, epoch]
         self._task: asyncio.Task | None = None
         self._doubts: dict[str, asyncio.Task] = {}  # instances that missed pings, while the bus is asked for a sign of life
@@ -238,6 +262,11 @@ class Prober:
         found = self._watched.get(instance)
         if found is not None:
             found[1] -= 1
+
+    @property
+    def doubted(self) -> set[str]:
+        """Instances whose last ping had no answer."""
+        return {instance for instance, state in self._watched.items() if state[2]}
 
     async def _run(self) -> None:
         while True:
@@ -276,17 +305,24 @@ class Prober:
 
     async def _doubt(self, instance: str) -> None:
         """It missed pings; if the bus itself was silent, that says nothing."""
-        dead = await is_silent(self._bus, self._watched[instance][0], instance, self._sender)
+        role, why = self._watched[instance][0], f"it missed {PROBE_MISSES} pings"
+        late = await is_silent(self._bus, role, instance, self._sender)
+        if late and self._patient(instance):
+            log.warning("instance is late; its work waits", instance=instance, why=why, seconds=LEASE_SECONDS)
+            error = await lost(self._bus, role, instance, self._sender, lambda: instance in self._watched)
+            if isinstance(error, NoResponder):
+                return self._declare(instance, "it has left the bus")
+            late, why = error is not None, f"{why} and was silent for {LEASE_SECONDS:g} s more"
         state = self._watched.get(instance)
         if state is None or state[2] < PROBE_MISSES:
             return  # let go, or it answered meanwhile
-        if dead:
-            self._declare(instance, f"it missed {PROBE_MISSES} pings")
+        if late:
+            self._declare(instance, why, late=True)
         else:
             state[2] = 0
 
-    def _declare(self, instance: str, why: str) -> None:
+    def _declare(self, instance: str, why: str, late: bool = False) -> None:
         if self._watched.pop(instance, None) is None:
             return
-        log.warning("instance is dead", instance=instance, why=why)
-        self._on_dead(instance, why)
+        log.warning("instance is overloaded, stopped or cut off" if late else "instance is dead", instance=instance, why=why)
+        (self._on_late if late else self._on_dead)(instance, why)

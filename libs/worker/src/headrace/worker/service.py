@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from headrace.bus import BusError, BusTimeout, NoResponder, Peers, Prober, Service, StartError, subjects
+from headrace.bus import BusError, Peers, Prober, Service, StartError, subjects
 from headrace.bus import messages as m
-from headrace.bus.presence import is_silent
+from headrace.bus.presence import lost
 from headrace.engine import api
 from headrace.kv.grants import Tombstones
 from headrace.transfer import Links, Memory, TransferError
@@ -26,7 +26,6 @@ from .host import EngineHost
 from .kvclient import KvStoreClient, Limits
 from .settings import WorkerSettings
 
-LEASE_SECONDS = 2.0  # silence of a peer after which work that depends on it ends
 PAGE = 16_384  # hashes in one answer of `blocks`
 GATEWAYS = 256  # whose output is counted
 SCORES = 512  # prompt tokens whose log-probabilities go in one message: 170 KB where each names 20 others
@@ -136,21 +135,12 @@ class WorkerService(Service):
     async def _confirm(self, instance: str, why: str) -> None:
         """A worker ends work only for a peer that is gone or silent for a lease: missed pings alone may be a busy machine, and
         one lost ping is no silence."""
-        end = time.monotonic() + LEASE_SECONDS
-        while instance in self._needed:
-            role = self._needed[instance][0]
-            try:
-                await self.bus.request(role, instance, "ping", m.Ping(self.instance), timeout=LEASE_SECONDS / 4)
-            except BusTimeout as error:
-                if time.monotonic() < end:
-                    continue
-                if await is_silent(self.bus, role, instance, self.instance):
-                    return self.peer_died(instance, f"{why}; {error}")
-            except NoResponder as error:
-                return self.peer_died(instance, f"{why}; {error}")
-            except BusError:
-                pass  # our own connection is down: nothing can be said
-            return self.prober.watch(role, instance)
+        role = self._needed.get(instance, ("", 0))[0]
+        error = await lost(self.bus, role, instance, self.instance, lambda: instance in self._needed)
+        if error is not None:
+            self.peer_died(instance, f"{why}; {error}")
+        elif instance in self._needed:
+            self.prober.watch(role, instance)
 
     def _register(self, name: str, nbytes: int) -> memoryview:
         self.kv = self.memory.register(name, nbytes)

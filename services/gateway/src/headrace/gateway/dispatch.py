@@ -42,10 +42,10 @@ class Dispatcher:
         self.line = Line()
         self.legs = Legs(bus, gateway, epoch, settings)
         self.pulse = Pulse(bus, self._on_disconnect, self._on_reconnect)
-        self.prober = Prober(bus, gateway, self.worker_died, self._on_pong, self.pulse.doubt)
+        self.prober = Prober(bus, gateway, self.worker_died, self._on_pong, self.pulse.doubt, self._worker_late, self._alone)
         self.counters = dict.fromkeys(
-            ("retries", "migrations", "gaps", "resumes", "unknown_outputs", "stale_outputs", "deaths", "deadlines", "cancels",
-             "queued"), 0,
+            ("retries", "migrations", "gaps", "resumes", "unknown_outputs", "stale_outputs", "deaths", "late", "deadlines",
+             "cancels", "queued"), 0,
         )  # fmt: skip
         self.output = Output(self)
         self._asking: dict[tuple[str, int], str] = {}  # (request, attempt) that waits for admission -> decode, probed
@@ -364,9 +364,17 @@ class Dispatcher:
 
     # ------------------------------------------------------------ workers that die, and the bus itself
 
-    def worker_died(self, instance: str, why: str) -> None:
-        """The prober found it dead. What ran there goes on elsewhere."""
-        self.counters["deaths"] += 1
+    def _alone(self, instance: str) -> bool:
+        """Whether its work could go nowhere else now: to begin it again would only add to its load."""
+        worker = self.router.workers.get(instance)
+        return worker is not None and not self.router.elsewhere(worker.presence.model, {instance, *self.prober.doubted})
+
+    def _worker_late(self, instance: str, why: str) -> None:
+        self.worker_died(instance, why, late=True)
+
+    def worker_died(self, instance: str, why: str, late: bool = False) -> None:
+        """The prober found it dead, or it does not answer. What ran there goes on elsewhere."""
+        self.counters["late" if late else "deaths"] += 1
         worker = self.router.workers.get(instance)
         role = worker.presence.role if worker else "decode"
         self.peers.forget(instance)
@@ -374,7 +382,7 @@ class Dispatcher:
         for key in asked:
             del self._asking[key]
         for record in list(self.records.values()):
-            self.happens(record, request.Died(instance, role, why))
+            self.happens(record, request.Died(instance, role, why, late))
         for name, attempt in asked:  # its word won't come: that is known now, not when patience ends
             if name in self.records:
                 self._unanswered(self.records[name], attempt, instance, True)

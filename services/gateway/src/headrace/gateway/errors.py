@@ -137,10 +137,16 @@ def worker_died(role: str, why: str) -> GatewayError:
                         status=503, code="worker_died", type="api_error", retry_after=1.0)  # fmt: skip
 
 
-def not_continued(error: GatewayError) -> GatewayError:
-    """The worker died and there is no other that could go on with what was output."""
-    return GatewayError(f"the worker of this request died, and no other could go on with it: {error.message}",
-                        status=error.status, code="worker_died", type="api_error", retry_after=error.retry_after)  # fmt: skip
+def worker_late(role: str, why: str) -> GatewayError:
+    return GatewayError(f"the {role} worker of this request is overloaded or stopped ({why}); send it again", status=503,
+                        code="overloaded", retry_after=1.0)  # fmt: skip
+
+
+def not_continued(error: GatewayError, late: bool = False) -> GatewayError:
+    """The worker died, or is `late`, and there is no other that could go on with it."""
+    what, code, kind = ("is overloaded or stopped", "overloaded", None) if late else ("died", "worker_died", "api_error")
+    return GatewayError(f"the worker of this request {what}, and no other could go on with it: {error.message}",
+                        status=error.status, code=code, type=kind, retry_after=error.retry_after)  # fmt: skip
 
 
 def from_problem(problem: m.Problem) -> GatewayError:

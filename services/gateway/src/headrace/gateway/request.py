@@ -86,6 +86,7 @@ class Request(Struct, frozen=True):
     migrations: int = 0  # attempts that went on with output
     shunned: frozenset[str] = NOBODY  # workers that lost it: others first
     lost: float = 0.0  # when the last one did
+    late: bool = False  # that one was not dead
     excluded: frozenset[str] = NOBODY  # workers that refused it, since it last waited
     refusal: m.Refused | None = None  # the last one since then
     nobody: float = 0.0  # since when no worker is there, or none that would take anything
@@ -220,11 +221,12 @@ class Problem(Struct, frozen=True):
 
 
 class Died(Struct, frozen=True):
-    """The prober found it dead; it may have been stopped or cut off, and hold a credit."""
+    """The prober found it dead, or `late`: overloaded, stopped or cut off; then it may hold a credit."""
 
     worker: str
     role: str
     why: str
+    late: bool = False
 
 
 class Unrepeatable(Struct, frozen=True):
@@ -570,8 +572,9 @@ def _trouble(r: Request, event: Problem | Died | Unrepeatable, now: float) -> St
             if problem.status < 500 and problem.code not in RETRY_CODES:
                 return _over(r, "failed", Fail(error), but=worker)
             return _lost(replace(r, blind=r.blind or problem.code in BLIND_CODES), worker, error, now)
-        case Died(worker, role, why) if worker in r.watched:
-            after, effects = _lost(r, worker, errors.worker_died(role, why), now, dead=worker)
+        case Died(worker, role, why, late) if worker in r.watched:
+            error = errors.worker_late(role, why) if late else errors.worker_died(role, why)
+            after, effects = _lost(r, worker, error, now, dead=worker, late=late)
             return after, [Cancel(r.attempt, r.role(worker), worker, "failed"), *effects]
         case Unrepeatable(attempt, why) if attempt == r.attempt and r.phase in HELD:
             lost = errors.worker_died("decode", f"output was lost and can't be repeated: {why}")
@@ -579,7 +582,7 @@ def _trouble(r: Request, event: Problem | Died | Unrepeatable, now: float) -> St
     return r, []
 
 
-def _lost(r: Request, worker: str, error: GatewayError, now: float, dead: str = "") -> Step:
+def _lost(r: Request, worker: str, error: GatewayError, now: float, dead: str = "", late: bool = False) -> Step:
     """This attempt can't go on; the leg that is left is cancelled. Another one goes on with what was output, if any."""
     limits, losses = r.limits, r.losses + 1
     if not r.left:  # nothing but decode's last word is missing
@@ -587,7 +590,7 @@ def _lost(r: Request, worker: str, error: GatewayError, now: float, dead: str = 
     if losses >= limits.max_attempts or (r.begun and r.migrations >= limits.max_migrations):
         return _over(r, "failed", Fail(error), but=worker, dead=dead)
     told = [*_cancels(r, "failed", but=worker), Retry(r.attempt, worker, error.message, r.begun), *_let_go(r, dead)]
-    after = replace(r, losses=losses, migrations=r.migrations + r.begun, shunned=r.shunned | {worker}, lost=now,
+    after = replace(r, losses=losses, migrations=r.migrations + r.begun, shunned=r.shunned | {worker}, lost=now, late=late,
         attempt=r.attempt + 1,  # now: output of the lost attempt is stale from here on
     )  # fmt: skip
     if r.begun and r.choices > 1:
@@ -598,7 +601,8 @@ def _lost(r: Request, worker: str, error: GatewayError, now: float, dead: str = 
 
 def _give_up(r: Request, error: GatewayError) -> Step:
     """No worker takes it."""
-    return _over(r, "failed", Fail(errors.not_continued(error) if r.begun else error))
+    told = r.begun or (r.late and error.status in (429, 503))
+    return _over(r, "failed", Fail(errors.not_continued(error, r.late) if told else error))
 
 
 def _over(r: Request, reason: str, last: End | Fail | Shed, but: str = "", dead: str = "") -> Step:

@@ -124,6 +124,15 @@ class Router:
         idle = [pair for pair in equal if pair[0].in_flight + pair[1].in_flight == fewest]
         return idle[next(self._turn) % len(idle)]
 
+    def elsewhere(self, model: str, without: set[str]) -> bool:
+        """Whether a pair serves the model that has none of these workers."""
+        group = self.groups.get(model)
+        return group is not None and any(
+            _fit(prefill, decode)
+            for prefill in group.prefills if prefill.instance not in without
+            for decode in group.decodes if decode.instance not in without
+        )  # fmt: skip
+
     def resident(self, group: Group, hashes: Sequence[bytes]) -> int:
         """Leading tokens of a prompt that some worker holds."""
         return max(self.residency.match(hashes).values(), default=0) * group.block_tokens if hashes else 0
