@@ -15,6 +15,8 @@ from headrace.engine.llm import collect
 from headrace.engine.toy import ToyModel
 from headrace.kv.hashing import BlockHasher
 from headrace.worker.host import EngineHost
+from headrace.worker.service import WorkerService
+from headrace.worker.settings import WorkerSettings
 from headrace.worker.sim import SimConfig, SimEngine
 
 SMALL = dict(num_blocks=32, block_bytes=64, state_bytes=64, max_num_seqs=8)
@@ -226,6 +228,31 @@ async def test_a_failing_step_ends_its_requests_and_nothing_else(hosted):
     await recorder.ended("later")
     assert recorder.tokens("later") == 5
     engine.pool.check(engine.owners())
+
+
+async def test_chunks_that_take_longer_and_longer_are_no_stall(hosted):
+    """As those of a very long prompt do; one that never ends is."""
+    service = WorkerService(WorkerSettings(engine="sim", stall_seconds=0.15))
+    engine, seconds, go = Threaded(SimConfig(**SMALL, max_num_batched_tokens=128)), [0.1, 0.2, 0.4, 0.8], threading.Event()
+    chunk = engine.execute
+    engine.execute = lambda plan: (time.sleep(seconds.pop(0)) if seconds else go.wait(20.0), chunk(plan))
+    recorder = hosted(engine)
+    service.engine, service.host, service.state = engine, recorder.host, "ready"
+    recorder.submit("long", 128 * 6, max_tokens=1)
+    while recorder.host.steps < 4:
+        service._watch_progress()
+        assert service.state == "ready", recorder.host.steps
+        await asyncio.sleep(0.01)
+    assert recorder.host.longest >= 0.8
+    end = time.monotonic() + 20.0
+    while service.state == "ready" and time.monotonic() < end:
+        service._watch_progress()
+        await asyncio.sleep(0.01)
+    assert service.state == "stalled" and not go.is_set()
+    go.set()
+    await recorder.ended("long")
+    service._watch_progress()
+    assert service.state == "ready"
 
 
 async def test_a_failing_plan_or_owner_does_not_stop_the_host(hosted):

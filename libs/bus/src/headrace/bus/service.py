@@ -112,6 +112,10 @@ class Service:
         """A number that grows while work gets done (engine steps)."""
         return 0
 
+    def patience(self) -> float:
+        """Seconds without progress that are no stall yet."""
+        return self.settings.stall_seconds
+
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
@@ -204,13 +208,13 @@ class Service:
             self.announce()
 
     def _watch_progress(self) -> None:
-        """Work that does not move for `stall_seconds` is `stalled`; idle is healthy."""
+        """Work that does not move for as long as `patience` says is `stalled`; idle is healthy."""
         now, steps = time.monotonic(), self.progress()
         if steps != self._progress[0] or not self.load().running:
             self._progress = (steps, now)
             if self.state == "stalled":
                 self.set_state("ready")
-        elif self.state == "ready" and now - self._progress[1] > self.settings.stall_seconds:
+        elif self.state == "ready" and now - self._progress[1] > self.patience():
             self.set_state("stalled")
 
     @property

@@ -51,7 +51,9 @@ class Settings(msgspec.Struct, kw_only=True):
         default_factory=lambda: ["shm", "tcp"]
     )
     drain_seconds: Annotated[float, Meta(ge=0, description="how long SIGTERM waits for work in flight")] = 30.0
-    stall_seconds: Annotated[float, Meta(gt=0, description="work without progress for this long is `stalled`")] = 10.0
+    stall_seconds: Annotated[
+        float, Meta(gt=0, description="work without progress for this long, or four of its longest steps, is `stalled`")
+    ] = 10.0
     trace: Annotated[bool, Meta(description="publish trace events (they are always remembered)")] = True
     test_faults: Annotated[str, Meta(description="fault points for tests, as kill=EVENT; see docs/operations.md")] = ""
 

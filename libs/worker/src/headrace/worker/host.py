@@ -31,6 +31,7 @@ from headrace.engine import api
 log = structlog.get_logger()
 
 AHEAD = 0.0025  # seconds before a step's expected end that the next one is planned; a timer may be a millisecond late
+FADES = 0.98  # of `longest`, each step: short prompts run between the chunks of a long one
 BURST = 0.0002  # seconds: steps that take no time run back to back for this long before the loop gets its turn
 
 
@@ -51,6 +52,7 @@ class EngineHost:
         self.lag = self.worst_lag = 0.0  # seconds that a tick came too late: the loop was busy
         # Seconds of host work in all: between two steps, where the model waits for it, and beside one, where it does not.
         self.between = self.beside = 0.0
+        self.longest = 0.0  # seconds of the longest step lately, also as it is expected
         self._executed_at = 0.0
         self._held: list[api.Event] = []  # tokens of the last step, until the next one runs
         self._on_events, self._on_tick, self._tick, self._due = on_events, on_tick, tick, 0.0
@@ -101,6 +103,7 @@ class EngineHost:
                 return self._look_ahead(plan)
             self._on_begin()
             seconds, plan.seconds = plan.seconds, 0.0
+            self._takes(seconds)
             if seconds > 0:
                 self._loop.call_later(seconds, self._timed, plan)
                 return
@@ -117,6 +120,9 @@ class EngineHost:
         except Exception as error:  # a bug of the scheduler: nothing of this step can be trusted
             self._fail(None, error)
         return plan  # None: idle, or waiting for memory that a peer holds; the tick looks again
+
+    def _takes(self, seconds: float) -> None:
+        self.longest = max(seconds, self.longest * FADES)
 
     def _submit(self, plan: Any) -> None:
         self._pool.submit(self._execute, plan).add_done_callback(lambda f: self._executed(plan, f))
@@ -154,12 +160,14 @@ class EngineHost:
             self._finish(plan, result, None)
 
     def _execute(self, plan: Any) -> Any:  # in the model thread
+        began = time.perf_counter()
         if self._executed_at:
-            self.between += time.perf_counter() - self._executed_at
+            self.between += began - self._executed_at
         try:
             return self.engine.execute(plan)
         finally:
             self._executed_at = time.perf_counter()
+            self._takes(self._executed_at - began)
 
     def _executed(self, plan: Any, future: Future) -> None:  # in the model thread
         error = future.exception()
