@@ -75,6 +75,13 @@ def test_tampered_checkpoint_is_refused_by_name(checkpoint, tmp_path, tamper):
     assert not (tmp_path / "state" / "running.json").exists()
 
 
+@pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.1", "::1::"])
+def test_a_host_that_is_no_address_here_is_named(tmp_path, host):
+    done = up(tmp_path, "--engine", "sim", "--host", host)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert f"--host {host!r} is no address to listen on" in done.stderr and "--state-dir" not in done.stderr
+
+
 def test_settings_file_that_does_not_exist_is_named(tmp_path):
     done = up(tmp_path, "--config", "/no/such.yaml")
     assert done.returncode == 1

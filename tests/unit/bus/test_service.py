@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -73,6 +74,17 @@ async def echo(nats):
 async def get(url: str) -> tuple[int, str]:
     async with aiohttp.ClientSession() as session, session.get(url) as response:
         return response.status, await response.text()
+
+
+async def test_the_side_door_of_an_ipv6_address_has_a_url(nats):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no ::1 here")
+    service = Echo(Settings(nats_url=nats.url, host="::1"))
+    await service.start()
+    assert service.http_url.startswith("http://[::1]:") and (await get(f"{service.http_url}/health"))[0] == 200
+    await service.stop()
 
 
 async def test_commands_answer_and_errors_are_answers_too(bus, echo):

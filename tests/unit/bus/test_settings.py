@@ -70,6 +70,29 @@ def test_a_file_that_cannot_be_read_or_meant_is_one_clear_error(tmp_path, data, 
     assert str(path) in str(caught.value) and text in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_num_seqs: 3\nname: a\nmax_num_seqs: 4\n", "`max_num_seqs` stands twice in one mapping, in lines 1 and 3"),
+        ("name: a\ndecode:\n  warm: no\n  'warm': yes\n", "`warm` stands twice in one mapping, in lines 3 and 4"),
+        ("decode: {}\nprefill: {}\ndecode: {}\n", "`decode` stands twice in one mapping, in lines 1 and 3"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_by_name_and_line(tmp_path, text, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError) as caught:
+        load("--config", str(path))
+    assert f"{path}: {message}" in str(caught.value)
+
+
+def test_the_same_name_in_two_mappings_and_over_a_merged_one_is_no_key_twice(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("max_num_seqs: 3\nprefill: &p {max_num_seqs: 4, name: p}\ndecode:\n  <<: *p\n  max_num_seqs: 5\n")
+    settings = load("--config", str(path))
+    assert (settings.max_num_seqs, settings.name) == (5, "p")
+
+
 @pytest.mark.parametrize("text", ["decode: {max_num_seqs: 0}", "max_num_seqs: 0\ndecode: {max_num_seqs: 5}"])
 def test_a_wrong_value_is_refused_also_where_another_source_replaces_it(tmp_path, monkeypatch, text):
     path = tmp_path / "c.yaml"

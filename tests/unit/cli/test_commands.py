@@ -99,6 +99,18 @@ def test_holder_of_a_port_is_named():
 # ---------------------------------------------------------------- state directory
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_ports_are_looked_for_at_the_host_that_is_meant(host):
+    try:
+        ports.check_host(host)
+    except CommandError:
+        pytest.skip(f"no {host} here")
+    port = ports.free_port(host)
+    assert ports.is_free(port, host)
+    with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+        assert not ports.is_free(port, host)
+
+
 def test_state_is_readable_by_its_user_only_and_forgotten_at_the_end(tmp_path):
     directory = StateDir(tmp_path / "state")
     directory.acquire()

@@ -59,6 +59,11 @@ def package_version(role: str) -> str:
     return "0.0.0"
 
 
+def authority(host: str, port: int) -> str:
+    """As it stands in a URL: an IPv6 address has its own colons."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class Service:
     """One per process."""
 
@@ -239,9 +244,9 @@ class Service:
         try:
             await site.start()
         except OSError as error:
-            what = f"can't listen on {host}:{port} ({error.strerror or error})"
+            what = f"can't listen on {authority(host, port)} ({error.strerror or error})"
             raise StartError(f"{what}; choose another {flag} (0 takes a free one) or --host") from error
-        self.http_url = f"http://{host}:{self._http.addresses[0][1]}"
+        self.http_url = f"http://{authority(host, self._http.addresses[0][1])}"
         self.log.info("listening", url=self.http_url)
 
     def http_address(self) -> tuple[str, int, str]:

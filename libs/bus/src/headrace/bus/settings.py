@@ -33,6 +33,24 @@ class SettingsError(ValueError):
     """A setting is wrong; the text names it, its source and what would be right."""
 
 
+class TwiceError(Exception):
+    """A key stands twice in a mapping."""
+
+
+class Once(yaml.SafeLoader):
+    """YAML wants keys to be unique; the parser by itself lets the last one win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[Any, int] = {}
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+                name, line = self.construct_object(key), key.start_mark.line + 1
+                if name in lines:
+                    raise TwiceError(f"`{name}` stands twice in one mapping, in lines {lines[name]} and {line}; keep one")
+                lines[name] = line
+        return super().construct_mapping(node, deep)
+
+
 class Settings(msgspec.Struct, kw_only=True):
     """What every service has. Services subclass it."""
 
@@ -129,7 +147,9 @@ def _collect(
 def _read_yaml(path: str, role: str, hints: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the file says at its top and under the role's name, as far as this service has such settings."""
     try:
-        loaded = yaml.safe_load(Path(path).read_text()) or {}
+        loaded = yaml.load(Path(path).read_text(), Once) or {}
+    except TwiceError as error:
+        raise SettingsError(f"{path}: {error}") from error
     except OSError as error:
         raise SettingsError(f"can't read the configuration file {path}: {error.strerror}") from error
     except yaml.YAMLError as error:

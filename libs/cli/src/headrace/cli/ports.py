@@ -7,25 +7,55 @@ import os
 import socket
 from pathlib import Path
 
+from headrace.cli.errors import CommandError
+
 LISTEN = "0A"  # state column of /proc/net/tcp
+
+
+def check_host(host: str) -> None:
+    """Raise CommandError unless a server could listen at this address, or at every address of this name."""
+    try:
+        for family, address in _addresses(host):
+            _bind(family, address, 0).close()
+    except OSError as error:
+        raise CommandError(
+            f"--host {host!r} is no address to listen on ({error.strerror or error}); give one of this machine: 127.0.0.1 or "
+            "::1 for this machine only, 0.0.0.0 or :: for all of its addresses"
+        ) from None
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether a server could listen there now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-        return True
+    try:
+        for family, address in _addresses(host):
+            _bind(family, address, port).close()
+    except OSError:
+        return False
+    return True
 
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that nobody listens on now. Another process may take it first: use port 0 where a server can tell its own."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
+    with _bind(*_addresses(host)[0], 0) as probe:
         return probe.getsockname()[1]
+
+
+def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((family, address[0]) for family, _, _, _, address in found))
+
+
+def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+    probe = socket.socket(family)
+    try:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:  # as a server does it: `::` leaves 0.0.0.0 to others
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        probe.bind((address, port))
+    except BaseException:
+        probe.close()
+        raise
+    return probe
 
 
 def holder(port: int) -> str:

@@ -22,11 +22,12 @@ import aiohttp
 
 from headrace.bus import Bus, Peers
 from headrace.bus.cores import usable_cores
+from headrace.bus.service import authority
 from headrace.cli import checkpoint, shared_memory
 from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
 from headrace.cli.nats_server import NatsServer
-from headrace.cli.ports import free_port, holder, is_free
+from headrace.cli.ports import check_host, free_port, holder, is_free
 from headrace.cli.state import Running, StateDir
 from headrace.cli.supervisor import Child, Death, Supervisor
 
@@ -98,8 +99,9 @@ class System:
     async def _start(self) -> None:
         if named := self.options.model or self.bundled:
             self.model = checkpoint.check_model(named)
+        check_host(self.options.host)
         port = self._choose_port()
-        self.url = f"http://{self.options.host}:{port}"
+        self.url = f"http://{authority(self.options.host, port)}"
         if not self.model and self.options.engine != "sim":  # sim needs none, and the gateway brings a tokenizer
             preset = self.options.preset or checkpoint.PRESETS[0]
             self.model = await checkpoint.random_checkpoint(self.state.checkpoints, preset, self.console)
