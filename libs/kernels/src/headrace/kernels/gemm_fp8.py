@@ -318,11 +318,7 @@ def _narrow_kernel(
         slot = counter_ptr + tile * column_tiles + column_tile
         if tl.atomic_add(slot, 1, sem="acq_rel") != splits - 1:
             return
-        acc = _zeros(ROWS_LEFT, BLOCK_M, BLOCK_N)
-        part_at = partial_ptr + at
-        for _ in range(splits):
-            acc += tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg")
-            part_at += rows * n
+        acc = add_parts(partial_ptr + at, mask, splits, rows * n)
         tl.store(slot, 0)
     tl.store(out_ptr + at, acc.to(tl.bfloat16), mask=mask)
 
@@ -348,3 +344,21 @@ def _per_row(scale, ROWS_LEFT: tl.constexpr):
         return scale[:, None]
     else:
         return scale[None, :]
+
+
+@triton.jit
+def add_parts(part_at, mask, splits, stride):
+    """The sum of `splits` parts, `stride` elements apart, in their order. Four are on their way at once: one after another, each
+    would wait for the memory that the one before it waited for."""
+    total = tl.zeros(mask.shape, tl.float32)
+    for first in range(0, splits, 4):
+        second_at = part_at + stride
+        third_at = second_at + stride
+        fourth_at = third_at + stride
+        a = tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg")
+        b = tl.load(second_at, mask=tl.where(first + 1 < splits, mask, False), other=0.0, cache_modifier=".cg")
+        c = tl.load(third_at, mask=tl.where(first + 2 < splits, mask, False), other=0.0, cache_modifier=".cg")
+        d = tl.load(fourth_at, mask=tl.where(first + 3 < splits, mask, False), other=0.0, cache_modifier=".cg")
+        total = total + a + b + c + d  # from left to right
+        part_at = fourth_at + stride
+    return total

@@ -17,7 +17,7 @@ import torch
 from headrace.kernels import quantize, tuning
 from headrace.kernels._triton import _INTERPRETED, cdiv, dot, tl, triton, workspace
 from headrace.kernels.attention_core import decode_e2m1, unpack_bf16
-from headrace.kernels.gemm_fp8 import _splits, _tile_rows
+from headrace.kernels.gemm_fp8 import _splits, _tile_rows, add_parts
 
 FORMATS = {"bf16": 0, "fp8": 1, "mxfp4": 2, "fp8_words": 3, "mxfp4_words": 4}
 VALUES = {"bf16": 1, "fp8": 1, "mxfp4": 2, "fp8_words": 4, "mxfp4_words": 8}  # per element of the weight's tensor
@@ -262,11 +262,7 @@ def _store_product(
         tl.debug_barrier()  # every thread's part is written before this program says so
         slot = counter_ptr + tile * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(slot, 1, sem="acq_rel") == splits - 1:
-            total = tl.zeros(acc.shape, tl.float32)
-            part_at = partial_ptr + at
-            for _ in range(splits):
-                total += tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg")
-                part_at += rows * n
+            total = add_parts(partial_ptr + at, mask, splits, rows * n)
             tl.store(slot, 0)
             tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
     else:
