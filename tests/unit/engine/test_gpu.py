@@ -68,6 +68,17 @@ def test_rows_are_those_of_the_cpu_and_the_same_in_any_batch(pieces, what):
     assert json.loads(run.stdout)["ok"], run.stdout
 
 
+def test_a_step_launches_no_more_than_it_did():
+    """A launch costs more than most of what is launched here: less of them is better, and then goes in here."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "headrace.engine.models.v41.gpu.launches", "--layers", "8"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert run.stdout, run.stderr
+    found = json.loads(run.stdout)
+    assert found["kernels"]["_sparse_attention_kernel"] == found["kernels"]["_route_kernel"] == 8
+    assert found["sums"]["kernels"] <= 244 and found["sums"]["operations"] <= 8, found
+
+
 def test_what_the_host_says_of_rows():
     """A piece longer than a ring takes a scratch line behind the slots."""
     segments = [Segment(2, 100, [1] * 3, [], [7, 5]), Segment(0, 5, [1] * 9, [], [3])]

@@ -348,8 +348,8 @@ def _per_row(scale, ROWS_LEFT: tl.constexpr):
 
 @triton.jit
 def add_parts(part_at, mask, splits, stride):
-    """The sum of `splits` parts, `stride` elements apart, in their order. Four are on their way at once: one after another, each
-    would wait for the memory that the one before it waited for."""
+    """The sum of `splits` parts, `stride` elements apart, in their order. Four are read at once: one after another, each would
+    wait for memory anew."""
     total = tl.zeros(mask.shape, tl.float32)
     for first in range(0, splits, 4):
         second_at = part_at + stride

@@ -52,15 +52,16 @@ def kv_store(
     dim = kv.dim
     if x.shape != (rows * (2 if gate is not None else 1), dim):
         raise ValueError(f"x is {tuple(x.shape)}: {rows} slots need {dim} columns, and two rows a slot with a gate")
-    # Rows of x and gate are found by the width alone: a strided view would be read as other rows.
-    x, gate, slots = x.contiguous(), None if gate is None else gate.contiguous(), slots.contiguous()
+    # Rows of gates are found by the width alone: a strided view would be read as other rows.
+    x = x if gate is None and x.stride(1) == 1 else x.contiguous()
+    gate, slots = None if gate is None else gate.contiguous(), slots.contiguous()
     rope = None if rope is None else tuple(table.contiguous() for table in rope)
     latent = torch.empty(rows, dim, dtype=torch.bfloat16, device=x.device)
     if rows:
         cos, sin = rope if rope is not None else (latent, latent)
         _kv_store_kernel[(rows,)](
             x, gate if gate is not None else x, weight if weight is not None else x, cos, sin, slots, latent, kv.bytes,
-            kv.page_stride, kv.offset, kv.page_size, eps,
+            x.stride(0), kv.page_stride, kv.offset, kv.page_size, eps,
             LAYOUT=LAYOUT_IDS[kv.layout], D=dim, BLOCK=max(128, 1 << (dim - 1).bit_length()), HAS_GATE=gate is not None,
             HAS_NORM=weight is not None, HAS_ROPE=rope is not None, num_warps=1,
         )  # fmt: skip
@@ -69,8 +70,8 @@ def kv_store(
 
 @triton.jit
 def _kv_store_kernel(
-    x_ptr, gate_ptr, weight_ptr, cos_ptr, sin_ptr, slot_ptr, latent_ptr, pool_ptr, page_stride, offset, page_size, eps,
-    LAYOUT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HAS_GATE: tl.constexpr, HAS_NORM: tl.constexpr,
+    x_ptr, gate_ptr, weight_ptr, cos_ptr, sin_ptr, slot_ptr, latent_ptr, pool_ptr, x_stride, page_stride, offset, page_size,
+    eps, LAYOUT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HAS_GATE: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_ROPE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -85,7 +86,7 @@ def _kv_store_kernel(
         wa, wb = tl.exp(ga - highest), tl.exp(gb - highest)
         x = to_bf16((a * wa + b * wb) / (wa + wb)).to(tl.float32)
     else:
-        x = tl.load(x_ptr + row * D + column, mask=live, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * x_stride + column, mask=live, other=0.0).to(tl.float32)
     if HAS_NORM:
         weight = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
         x = weight * (x * tl.rsqrt(tl.sum(x * x, 0) / D + eps))

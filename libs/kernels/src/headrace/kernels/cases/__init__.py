@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-MODULES = ("attention", "gemm", "selection", "memory", "sampling", "invariance")
+MODULES = ("attention", "gemm", "selection", "memory", "places", "sampling", "invariance")
 
 
 @dataclasses.dataclass

@@ -169,7 +169,7 @@ def step_bytes(model: V41Gpu, batch: int, context: int, chosen: list[int]) -> di
         attn, ffn = layer.attn, layer.ffn
         linears = [attn.first, attn.wq, attn.wo_a, attn.wo_b, ffn.gate, ffn.shared_in, ffn.shared_out]
         if attn.source is not None:
-            linears += [w for w in (attn.source.wkv, attn.source.wgate, attn.source.wk) if w is not None]
+            linears += [attn.source.wkv, attn.source.wk]
         if attn.selector is not None:
             linears += [attn.selector.wq, attn.selector.weights]
         if layer.engram is not None:

@@ -80,7 +80,7 @@ class Draft:
         for i, (stage, window) in enumerate(zip(self.stages, self.windows, strict=True)):
             pool = states.window_kv(config.num_hidden_layers + i)
             kv = window(main, invariant=invariant)
-            kv_store(kv, pool, rows.ring_store, stage.attn.kv_norm, config.rms_norm_eps, phases)
+            kv_store(kv, pool, rows.places.ring_store, stage.attn.kv_norm, config.rms_norm_eps, phases)
 
 
 @dataclass(slots=True)

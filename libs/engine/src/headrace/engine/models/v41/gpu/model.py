@@ -47,6 +47,7 @@ from .states import GpuStatePool
 from .weights import Attention, Experts, Layer, Mix, Weight
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)  # rows that a decode graph may have; above, the next multiple of 256
+FEW = 4096  # rows for which a constant is kept
 LONGEST = 8  # rows of a piece that go through the ring; a longer piece gets a line of its own
 
 
@@ -82,7 +83,7 @@ class Selection:
     """Compressed entries that rows attend to, on their way from the layers that choose to those that reuse."""
 
     def __init__(self) -> None:
-        self.numbers: dict[int, torch.Tensor] = {}  # index owner -> int32 [padded, k]
+        self.numbers: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # index owner -> `V41Gpu._select`
         self.entries: dict[tuple[int, int], torch.Tensor] = {}  # (KV owner, index owner) -> pool entries int32
         self.candidates: torch.Tensor | None = None  # int32 [padded, C] blocks
 
@@ -119,7 +120,8 @@ class V41Gpu:
         self.checkpoint_digest = ""
         self.layers, self.embed, self.norm, self.head = layers, embed, norm, head
         self.ngrams, self.readers, self.mtp = ngrams, readers, draft
-        self.frequencies = {kind: rope_frequencies(c, kind).to(device) for kind in (False, True)}
+        self.frequencies = torch.stack([rope_frequencies(c, kind) for kind in (False, True)]).to(device, torch.float32)
+        self.first_stream = torch.eye(1, c.hc_mult, device=device).repeat(FEW, 1)  # coefficients that take the first
         self.captured: dict[tuple, Graph] = {}
         self.overlap = True  # whether captured passes use the streams below
         self.mixing, self.aside = Beside(device, 1), Beside(device, 2)
@@ -190,8 +192,8 @@ class V41Gpu:
         """All stages for the blocks of `block_values`: hidden rows [R * block, d] before and after the norm, base logits."""
         c = self.config
         rows = block_rows(c, states, values)
-        phases = rope_tables(rows.position, self.frequencies[False])
-        x, pre = self._enter(embedding(self.embed, noise_block(c, rows.anchor).int()))
+        phases = rope_tables(rows.position, self.frequencies[0])
+        x, pre = self._enter(noise_block(c, rows.anchor).int())
         expand = None
         for i, stage in enumerate(self.mtp.stages):
             x, u, parts = self._mhc(x, expand, pre, stage.attn_mix.fn)
@@ -272,6 +274,7 @@ class V41Gpu:
         return GpuRows(
             matrix,
             tables,
+            self.frequencies,
             window=self.config.sliding_window,
             ring=states.ring,
             pending_ring=states.pending_ring,
@@ -347,13 +350,11 @@ class V41Gpu:
     def run(self, inputs: Inputs, kv: KVPool, states: GpuStatePool, until: int | None = None) -> torch.Tensor | None:
         """All layers: final-norm hidden rows [padded, d]. `until`: stop when that layer's sources are written."""
         c, rows = self.config, inputs.rows
-        tables = self._phases(rows)
         memory, inside = inputs.memory, None
-        h = embedding(self.embed, inputs.ids)
+        x, pre = self._enter(inputs.ids)
         if inputs.images is not None:
-            h.index_copy_(0, inputs.images.rows, inputs.images.embeddings)
+            x.index_copy_(0, inputs.images.rows, inputs.images.embeddings.unsqueeze(1).expand(-1, c.hc_mult, -1))
             inside = inputs.images.inside
-        x, pre = self._enter(h)
         selection, expand, taps = Selection(), None, {}
         for index, layer in enumerate(self.layers):
             if layer.engram is not None:
@@ -369,7 +370,6 @@ class V41Gpu:
             if index == c.cut_layer and inputs.decoder is not None:
                 rows, take = inputs.decoder
                 x, u, next_pre, post, comb = (t.index_select(0, take) for t in (x, u, next_pre, post, comb))
-                tables = self._phases(rows)
                 memory = {after: values.index_select(0, take) for after, values in memory.items() if after > index}
                 inside = None if inside is None else inside.index_select(0, take)
                 taps = {before: tap.index_select(0, take) for before, tap in taps.items()}
@@ -377,27 +377,25 @@ class V41Gpu:
                 taps[index] = mean_of_streams(x)
             if index == c.cut_layer:
                 selection = Selection()
-            o = self._attention(index, layer.attn, u, rows, tables[c.compress_ratios[index] > 0], selection, kv, states)
+            o = self._attention(index, layer.attn, u, rows, rows.phases(c.compress_ratios[index] > 0), selection, kv, states)
             self.mixing.join()
             x, u, parts = self._mhc(x, (o, post, comb), next_pre, layer.ffn_mix.fn)
             pre, post, comb = self.mixing.run(self._coefficients, parts, layer.ffn_mix)
-            o = self._experts(layer.ffn, rmsnorm(u, layer.ffn_norm, c.rms_norm_eps), rows.live, inside)
+            o = self._experts(layer.ffn, rmsnorm(u, layer.ffn_norm, c.rms_norm_eps), rows.places.live, inside)
             self.mixing.join()
             expand = o, post, comb
         if self.mtp is not None:
             ordered = [taps[layer] for layer in c.dspark_target_layer_ids]
-            self.mtp.feed(c, ordered, rows, tables[False], states, self.batch_invariant)
+            self.mtp.feed(c, ordered, rows, rows.phases(False), states, self.batch_invariant)
         _, hidden, _ = self._mhc(x, expand, pre)
         return rmsnorm(hidden, self.norm, c.rms_norm_eps)
 
-    def _enter(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings bf16 [T, d] -> streams [T, hc, d] and the coefficients that take the first."""
-        pre = torch.zeros(h.shape[0], self.config.hc_mult, device=self.device)
-        pre[:, 0] = 1.0
-        return h.unsqueeze(1).repeat(1, self.config.hc_mult, 1), pre
-
-    def _phases(self, rows: GpuRows) -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
-        return {kind: rope_tables(rows.position, frequencies) for kind, frequencies in self.frequencies.items()}
+    def _enter(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids [T] -> streams of their embeddings [T, hc, d] and the coefficients that take the first."""
+        rows, streams = ids.numel(), self.config.hc_mult
+        pre = self.first_stream
+        pre = pre[:rows] if rows <= len(pre) else pre[:1].repeat(rows, 1)
+        return embedding(self.embed, ids, streams).view(rows, streams, -1), pre
 
     def _mhc(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         return mhc_pass(*args, batch_invariant=self.batch_invariant)
@@ -432,7 +430,7 @@ class V41Gpu:
         q = self._query(attn, qr, phases)
         self.aside.join()
         out, _ = sparse_attention(
-            q, window, rows.window_index, c.head_dim**-0.5, extra, entries, attn.sink, phases, self.batch_invariant
+            q, window, rows.places.window_index, c.head_dim**-0.5, extra, entries, attn.sink, phases, self.batch_invariant
         )
         if rows.copies is not None:
             _copy(states.windows[index], rows.copies.keep_from, rows.copies.keep_to)
@@ -455,7 +453,7 @@ class V41Gpu:
         c = self.config
         if rows.copies is not None:
             _copy(states.windows[index], rows.copies.history_from, rows.copies.history_to)
-        kv_store(own, states.window_kv(index), rows.window_store, attn.kv_norm, c.rms_norm_eps, phases)
+        kv_store(own, states.window_kv(index), rows.places.window_store, attn.kv_norm, c.rms_norm_eps, phases)
         if attn.selector is not None:
             selection.numbers[index] = self._select(index, attn, u, qr, rows, phases, selection, kv)
         return self._chosen(index, rows, selection, kv) if c.compress_ratios[index] else (None, None)
@@ -486,7 +484,7 @@ class V41Gpu:
     ) -> None:
         """Compress the rows; finished entries and their index keys go into the pool, unfinished pairs into the state."""
         c, source, ratio = self.config, attn.source, self.config.compress_ratios[index]
-        phases = rope_tables(rows.group_start(ratio), self.frequencies[True])
+        phases = rows.entry_phases(ratio)
         store = rows.entry_store(ratio)
         x, gate = self._compress(index, attn, u, rows, states)
         latent = kv_store(x, self._paged(kv, "main", index), store, source.norm, c.rms_norm_eps, phases, gate)
@@ -498,15 +496,10 @@ class V41Gpu:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What `kv_store` compresses: ratio 1 (projection [padded, D], None); ratio 2 fp32 ([2 padded, D], gate)."""
         source, invariant = attn.source, self.batch_invariant
-        if source.wgate is None:
+        if not source.gated:
             return source.wkv(u, invariant=invariant), None
-        fresh = torch.stack([w(u, torch.float32, invariant) for w in (source.wkv, source.wgate)], 1)  # [padded, 2, D]
-        pending = states.pending[states.pending_index[index]]
-        inside = fresh.index_select(0, rows.row_before)
-        before = torch.where(rows.begins[:, None, None], pending.index_select(0, rows.pending_before), inside)
-        pending.index_copy_(0, rows.pending_store, fresh)
-        pairs = torch.stack([before, fresh], 1)  # [padded, token of the pair, (kv, gate), D]
-        return tuple(pairs[:, :, part].reshape(2 * rows.padded, -1) for part in (0, 1))
+        fresh = source.wkv(u, torch.float32, invariant).view(rows.padded, 2, -1)
+        return rows.pairs(fresh, states.pending[states.pending_index[index]])
 
     # -------------------------------------------------------------- selection
 
@@ -520,13 +513,13 @@ class V41Gpu:
         phases: tuple[torch.Tensor, torch.Tensor],
         selection: Selection,
         kv: KVPool,
-    ) -> torch.Tensor:
-        """Entry numbers ascending, -1 behind them: int32 [padded, index_topk]."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Entry numbers ascending, -1 behind them: int32 [padded, index_topk]; of candidate blocks, given beside, columns."""
         c, ratio = self.config, self.config.compress_ratios[index]
         visible, most = rows.visible(ratio), rows.tokens // ratio
         if most <= c.index_topk:
             numbers = torch.arange(most, dtype=torch.int32, device=self.device)
-            return numbers.expand(rows.padded, -1).masked_fill(numbers >= visible.unsqueeze(1), -1)
+            return numbers.expand(rows.padded, -1).masked_fill(numbers >= visible.unsqueeze(1), -1), None
         q = attn.selector.wq(qr, invariant=self.batch_invariant).view(-1, c.index_n_heads, c.index_head_dim)
         q = rope_fp4(q, *phases)
         weights = attn.selector.weights(u, torch.float32, self.batch_invariant)
@@ -537,14 +530,13 @@ class V41Gpu:
         if index == c.candidate_source_layer_id and most > c.candidate_topk_blocks * CANDIDATE_BLOCK:
             blocks = (visible + (CANDIDATE_BLOCK - 1)) // CANDIDATE_BLOCK
             selection.candidates = topk(block_max(scores, visible), c.candidate_topk_blocks, blocks)
-        chosen = topk(scores, c.index_topk, visible if allowed is None else None)
-        return chosen if allowed is None else _positions_in(allowed, chosen)
+        return topk(scores, c.index_topk, visible if allowed is None else None), allowed
 
     def _chosen(self, index: int, rows: GpuRows, selection: Selection, kv: KVPool) -> tuple[PagedKV, torch.Tensor]:
         owner, chooser = self.config.kv_owner(index), self.config.index_owner(index)
         if (owner, chooser) not in selection.entries:
-            entries = rows.entries(selection.numbers[chooser], self.config.compress_ratios[owner])
-            selection.entries[owner, chooser] = entries.int()
+            numbers, allowed = selection.numbers[chooser]
+            selection.entries[owner, chooser] = rows.entries(numbers, self.config.compress_ratios[owner], allowed)
         return self._paged(kv, "main", owner), selection.entries[owner, chooser]
 
     def _paged(self, kv: KVPool, kind: str, layer: int) -> PagedKV:
@@ -601,12 +593,6 @@ def _tile(rows: int) -> int:
 def _copy(pool: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy entries of pool [entries, record]."""
     pool.index_copy_(0, target, pool.index_select(0, source))
-
-
-def _positions_in(candidates: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Columns [T, k] of scores over candidate blocks [T, C] -> entry numbers; ascending stays ascending, -1 stays."""
-    block = candidates.gather(1, columns.clamp_min(0).long() // CANDIDATE_BLOCK)
-    return (block * CANDIDATE_BLOCK + columns % CANDIDATE_BLOCK).masked_fill(columns < 0, -1)
 
 
 def _places(pieces: list[Piece], segments: Sequence[Segment]) -> np.ndarray:

@@ -25,7 +25,7 @@ PARTS = {
     "sparse_attention": "attention", "kv_store": "cache writes", "index_scores": "index scores", "block_max": "top-k",
     "topk": "top-k", "rope_fp4": "FP4 rounding", "mhc_pass": "mHC", "mhc_coefficients": "mHC", "engram_gate": "Engram",
     "route": "routing", "plan_choices": "routing", "permute": "routing", "combine": "routing", "swiglu": "SwiGLU",
-    "rmsnorm": "norms", "rope": "RoPE", "rope_tables": "RoPE", "embedding": "embedding", "_positions_in": "top-k",
+    "rmsnorm": "norms", "rope": "RoPE", "rope_tables": "RoPE", "embedding": "embedding",
 }  # fmt: skip
 
 

@@ -1,12 +1,9 @@
 """The rows of one phase of a GPU pass: what the host says of each row, and every index that follows from it.
 
-The host writes one small integer matrix (a column per row) and what is new in the block tables; all other indices are computed
-from these on the device, in operations of fixed shape, so that a captured graph can be replayed with another batch. Padding
-rows have `live` 0: they write nothing that is read and read nothing.
-
-Where window KV lies: a pool of entries per layer, `ring` of them for every state slot (position p at p % ring), and
-behind these a scratch line for pieces that are longer than a ring can take: the window before the piece, then the piece.
-Knows positions and places; does not know weights or formats.
+The host writes one small integer matrix (a column per row) and what is new in the block tables; all other indices follow from
+these on the device, in one launch of fixed shape (`headrace.kernels.places`), so that a captured graph can be replayed with
+another batch. Padding rows have `live` 0: they write nothing that is read and read nothing. Where window KV lies is told there
+too. Knows positions and places; does not know weights or formats.
 """
 
 from __future__ import annotations
@@ -19,13 +16,27 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from headrace.kernels.places import (
+    FIELDS,
+    FLOOR,
+    FROM_END,
+    IN_PIECE,
+    LIVE,
+    POSITION,
+    RATIOS,
+    RING,
+    SCRATCH,
+    SEQUENCE,
+    SLOT,
+    WRITE_FLOOR,
+    Places,
+    pending_pairs,
+    pool_entries,
+    row_places,
+)
+
 from ....batch import Segment
 from ..rows import Piece
-
-# Rows of the host's matrix.
-POSITION, SEQUENCE, SLOT, FLOOR, WRITE_FLOOR, SCRATCH, IN_PIECE, FROM_END, LIVE = range(9)
-FIELDS = 9
-RING = -(1 << 30)  # SCRATCH of a row whose window lies in its ring
 
 
 @dataclass(slots=True)
@@ -190,12 +201,14 @@ def _copies(piece: Piece, slot: int, line: int, window: int, ring: int) -> tuple
 
 
 class GpuRows:
-    """One phase on the device. Everything here is a function of `matrix` and `tables`."""
+    """One phase on the device: a function of `matrix`, `tables` and `frequencies` (fp32 [2, R / 2], of window layers and of
+    compressed ones)."""
 
     def __init__(
         self,
         matrix: torch.Tensor,
         tables: torch.Tensor,
+        frequencies: torch.Tensor,
         *,
         window: int,
         ring: int,
@@ -204,83 +217,47 @@ class GpuRows:
         block_tokens: int,
         copies: Copies | None = None,
     ) -> None:
-        self.matrix, self.tables, self.copies = matrix, tables, copies
+        self.matrix, self.tables, self.frequencies, self.copies = matrix, tables, frequencies, copies
         self.window, self.ring, self.pending_ring, self.slots = window, ring, pending_ring, slots
         self.block_tokens = block_tokens
         self.padded, self.tokens = matrix.shape[1], tables.shape[1] * block_tokens
-        self.live = matrix[LIVE] != 0
-        self.position = matrix[POSITION].long()
-        self.sequence = matrix[SEQUENCE].contiguous()
+        self.sequence = matrix[SEQUENCE]
 
     @cached_property
-    def window_store(self) -> torch.Tensor:
-        """Entry of each row's own window KV, int64 [padded]."""
-        return self._cells(self.position.unsqueeze(1)).squeeze(1).masked_fill(~self.live, -1)
+    def places(self) -> Places:
+        return row_places(
+            self.matrix, self.tables, self.frequencies, window=self.window, ring=self.ring, pending_ring=self.pending_ring,
+            slots=self.slots, block_tokens=self.block_tokens,
+        )  # fmt: skip
 
     @cached_property
-    def ring_store(self) -> torch.Tensor:
-        """Ring cell of each row, int64 [padded]; -1 for rows that a later one of the pass would overwrite, and for padding."""
-        cell = self.matrix[SLOT].long() * self.ring + self.position.remainder(self.ring)
-        return cell.masked_fill(~self.live | (self.matrix[FROM_END] > self.ring), -1)
+    def _phases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        angles = self.places.angles
+        return list(zip(angles.cos(), angles.sin(), strict=True))
 
-    @cached_property
-    def window_index(self) -> torch.Tensor:
-        """Entries of each row's window, int32 [padded, window]; -1 where nothing may be seen."""
-        seen = self.position.unsqueeze(1) + torch.arange(1 - self.window, 1, device=self.position.device)
-        hidden = (seen < self.matrix[FLOOR].long().unsqueeze(1)) | ~self.live.unsqueeze(1)
-        return self._cells(seen).masked_fill(hidden, -1).int()
+    def phases(self, compressed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of each row's position in layers of one kind, fp32 [padded, R / 2]."""
+        return self._phases[compressed]
 
-    def _cells(self, positions: torch.Tensor) -> torch.Tensor:
-        """[padded, n] positions -> entries."""
-        line = self.matrix[SCRATCH].long().unsqueeze(1)
-        ring = self.matrix[SLOT].long().unsqueeze(1) * self.ring + positions.remainder(self.ring)
-        return torch.where(line == RING, ring, line + positions)
-
-    # -------------------------------------------------------------- compressed entries
+    def entry_phases(self, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of the first token of the compressed entry that a row belongs to: there the entry is rotated."""
+        return self._phases[ratio]
 
     def visible(self, ratio: int) -> torch.Tensor:
-        """Entries that each row may see, int32 [padded]; 0 for padding."""
-        return ((self.position + 1) // ratio).masked_fill(~self.live, 0).int()
+        """Compressed entries that each row may see, int32 [padded]; 0 for padding."""
+        return self.places.visible[RATIOS.index(ratio)]
 
     def entry_store(self, ratio: int) -> torch.Tensor:
         """Pool entry that each row completes and may write, int64 [padded], else -1."""
-        begin = self.position - (ratio - 1)
-        done = self.live & (self.position % ratio == ratio - 1) & (begin >= self.matrix[WRITE_FLOOR].long())
-        return self.entries(self.position.unsqueeze(1) // ratio, ratio).squeeze(1).masked_fill(~done, -1)
+        return self.places.entry_store[RATIOS.index(ratio)]
 
-    def entries(self, numbers: torch.Tensor, ratio: int) -> torch.Tensor:
-        """[padded, n] entry numbers of each row's sequence -> pool entries int64; negative numbers stay negative."""
-        per_block = self.block_tokens // ratio
-        safe = numbers.clamp_min(0).long()
-        table = self.tables.index_select(0, self.sequence).long()
-        block = table.gather(1, safe // per_block)
-        return (block * per_block + safe % per_block).masked_fill(numbers < 0, -1)
+    def entries(self, numbers: torch.Tensor, ratio: int, candidates: torch.Tensor | None = None) -> torch.Tensor:
+        """Pool entries int32 [padded, k] of entry numbers, or of columns of candidate blocks; negative ones are -1."""
+        return pool_entries(numbers, self.tables, self.sequence, self.block_tokens // ratio, candidates)
 
-    def group_start(self, ratio: int) -> torch.Tensor:
-        """Position of the first token of the entry that a row belongs to, int64 [padded]: where the entry is rotated."""
-        return self.position // ratio * ratio
-
-    # -------------------------------------------------------------- pairs
-
-    @cached_property
-    def begins(self) -> torch.Tensor:
-        """Rows whose predecessor is not in this pass, bool [padded]."""
-        return self.matrix[IN_PIECE] == 0
-
-    @cached_property
-    def row_before(self) -> torch.Tensor:
-        """The row before each row, int64 [padded]; 0 for the first."""
-        return torch.arange(-1, self.padded - 1, device=self.position.device).clamp_min(0)
-
-    @cached_property
-    def pending_before(self) -> torch.Tensor:
-        """Cell of the pending ring of the position before each row's, int64 [padded]."""
-        return self.matrix[SLOT].long() * self.pending_ring + (self.position - 1).remainder(self.pending_ring)
-
-    @cached_property
-    def pending_store(self) -> torch.Tensor:
-        """Cell of the pending ring that each row's projection goes to, int64 [padded]; a cell of the spare slot for rows that
-        nobody will ask for."""
-        cell = self.matrix[SLOT].long() * self.pending_ring + self.position.remainder(self.pending_ring)
-        spare = self.slots * self.pending_ring
-        return torch.where(self.live & (self.matrix[FROM_END] <= self.pending_ring), cell, spare)
+    def pairs(self, fresh: torch.Tensor, pending: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Projections fp32 [padded, 2, D] behind those of the rows before them, (value, gate) fp32 [2 padded, D]; what later
+        passes will ask for goes into pending fp32 [cells, 2, D]."""
+        found = pending_pairs(fresh, pending, self.matrix[IN_PIECE], self.places.pending_before)
+        pending.index_copy_(0, self.places.pending_store, fresh)
+        return found

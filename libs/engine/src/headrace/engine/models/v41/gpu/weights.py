@@ -111,8 +111,8 @@ class Mix:
 class Source:
     """What a layer that owns compressed KV has: compressor and index keys."""
 
-    wkv: Weight
-    wgate: Weight | None
+    wkv: Weight  # values of entries, and behind them their gates when `gated`
+    gated: bool
     norm: torch.Tensor
     wk: Weight
     k_norm: torch.Tensor
@@ -178,8 +178,8 @@ def layer(w: Weights, index: int) -> Layer:
     if index in c.kv_source_layer_ids:
         gated = c.compress_ratios[index] > 1
         result.attn.source = Source(
-            wkv=w.linear(f"{attn}.compressor.wkv.weight"),
-            wgate=w.linear(f"{attn}.compressor.wgate.weight") if gated else None,
+            wkv=w.linear(*(f"{attn}.compressor.{part}.weight" for part in (("wkv", "wgate") if gated else ("wkv",)))),
+            gated=gated,
             norm=w.norm(f"{attn}.compressor.norm.weight"),
             wk=w.linear(f"{attn}.indexer.wk.weight"),
             k_norm=w.norm(f"{attn}.indexer.k_norm.weight"),
@@ -190,9 +190,7 @@ def layer(w: Weights, index: int) -> Layer:
         )
     if index in c.engram_layer_ids:
         engram = f"{prefix}.engram"
-        result.engram = Engram(
-            w.linear(f"{engram}.wkv.weight"), w.norm(f"{engram}.q_weight"), w.norm(f"{engram}.k_weight")
-        )
+        result.engram = Engram(w.linear(f"{engram}.wkv.weight"), w.norm(f"{engram}.q_weight"), w.norm(f"{engram}.k_weight"))
     return result
 
 
