@@ -1,6 +1,7 @@
 """Streams whose worker dies go on elsewhere: no token twice, none missing, one usage, one end."""
 
 import asyncio
+import json
 import time
 
 import pytest
@@ -133,6 +134,18 @@ async def test_a_text_stop_counts_what_is_kept_also_where_decode_was_quicker(clu
     chunks = await cluster.stream(chat(stop=["runs"], stream_options={"include_usage": True}))
     assert text_of(chunks) == "the water " and chunks[-3]["choices"][0]["finish_reason"] == "stop"
     assert chunks[-2]["usage"]["completion_tokens"] == 3
+    await quiet(cluster)
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/chat/completions", chat(stop=["runs"])), ("/v1/messages", chat(stop_sequences=["runs"])),
+    ("/v1/completions", {"model": "fake", "prompt": "hi", "max_tokens": 64, "stop": ["runs"]}),
+])  # fmt: skip
+async def test_a_text_stop_within_min_tokens_is_text(cluster, path, body):
+    """`the water runs` are three tokens."""
+    for least, text in ((2, "the water "), (3, TEXT)):
+        status, _, reply = await cluster.post(body | {"min_tokens": least}, path)
+        assert status == 200 and json.dumps(text) in json.dumps(reply), reply
     await quiet(cluster)
 
 

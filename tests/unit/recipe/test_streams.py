@@ -168,6 +168,42 @@ def test_stop_tells_what_to_keep(tokenizer):
         assert tokenizer.decode(ids[: parser.kept_tokens]).endswith("END")
 
 
+def content(events) -> str:
+    return "".join(event.text for event in events if event.kind == "content")
+
+
+@pytest.mark.parametrize("raw", [True, False])
+@pytest.mark.parametrize("cut", [1, 2, 3, 100])
+def test_a_stop_completed_within_min_tokens_is_text(tokenizer, cut, raw):
+    """From token min_tokens + 1 on they count, one that began before it too; whatever a step gave together."""
+    ids = tokenizer.encode_plain("alpha END beta gamma END delta")
+    first = next(n for n in range(len(ids)) if "END" in tokenizer.decode(ids[:n]))  # tokens that complete the first one
+    for least, text, kept in (
+        (0, "alpha ", first), (first - 1, "alpha ", first), (first, "alpha END beta gamma ", None), (len(ids), None, None),
+    ):  # fmt: skip
+        options = ParsingOptions(stop_sequences=["END"], min_tokens=least, raw=raw, parse_tool_calls=False)
+        parser, plain = StreamParser(options, tokenizer), ""
+        for at in range(0, len(ids), cut):
+            if parser.finished:
+                break
+            if (fast := parser.push_plain(ids[at : at + cut])) is not None:
+                plain += fast[2]
+                continue
+            plain += content(parser.push(ids[at : at + cut]))
+        plain += content(parser.finish())
+        assert plain == (tokenizer.decode(ids) if text is None else text), least
+        assert parser.stopped == (None if text is None else "END") and (kept is None or parser.kept_tokens == kept)
+
+
+def test_a_stop_over_the_edge_of_min_tokens_ends_the_output(tokenizer):
+    ids = tokenizer.encode_plain("alpha beta gamma delta")
+    for least in range(1, len(ids)):
+        parser = StreamParser(ParsingOptions(stop_sequences=["alpha beta gamma"], min_tokens=least, raw=True), tokenizer)
+        text = "".join(content(parser.push([n])) for n in ids if not parser.finished) + content(parser.finish())
+        done = next(n for n in range(len(ids)) if "alpha beta gamma" in tokenizer.decode(ids[:n]))
+        assert (text, parser.stopped) == (("", "alpha beta gamma") if least < done else ("alpha beta gamma delta", None))
+
+
 def test_stops_do_not_reach_reasoning_or_calls(tokenizer):
     parser = StreamParser(ParsingOptions(thinking_initial_stage="reasoning_start", stop_sequences=["ris"]), tokenizer)
     parser.push(tokenizer.encode("Paris</think>" + CALL))

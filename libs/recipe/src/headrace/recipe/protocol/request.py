@@ -103,6 +103,9 @@ class ParsedRequest(msgspec.Struct):
     reasoning_absent: frozenset[int] = frozenset()
     parallel_tool_calls: bool = True  # one turn may call several times
 
+    def __post_init__(self) -> None:
+        self.parsing.min_tokens = self.sampling.min_tokens or 0
+
     @property
     def thinking(self) -> bool:
         """Whether the reply reasons first."""

@@ -65,6 +65,7 @@ class Machine:
             options.repair,
             marks,
         )
+        self.stops = True  # whether a stop sequence that is completed now ends the output
         self._enter(_initial(options))
 
     @property
@@ -126,13 +127,15 @@ class Machine:
 
     def _starts_stop(self, text: str) -> bool:
         """A one-character marker that is a newline wins over the skipping of leading newlines."""
-        return any(marker.text == "\n" for marker in self.state.markers)
+        return self.stops and any(marker.text == "\n" for marker in self.state.markers)
 
     def _find(self, text: str) -> tuple[Marker, int, int] | None:
         """The first marker to complete in `text`: (marker, end in `text`, newlines before it that belong to it)."""
         seen, best, best_end = self._seen, None, len(text) + 1
         data = seen + text
         for marker in self.state.markers:
+            if marker.action == STOP and not self.stops:
+                continue
             start = max(0, len(seen) - len(marker.text) + 1)
             at = data.find(marker.text, start, len(seen) + best_end - 1)
             if at >= 0:

@@ -13,8 +13,9 @@ Stage = Literal["reasoning_start", "reasoning_continuation", "content_continuati
 class ParsingOptions(msgspec.Struct):
     """Settings of a `StreamParser`.
 
-    `stop_sequences` apply to content only. `parse_json_output` keeps the JSON document of an answer and turns the text
-    around it to spaces. `starts_in_tool_calls`: the prompt has opened the block already.
+    `stop_sequences` apply to content only, and only one that is completed behind the first `min_tokens` tokens ends an output.
+    `parse_json_output` keeps the JSON document of an answer and turns the text around it to spaces. `starts_in_tool_calls`: the
+    prompt has opened the block already.
     `repair` mends malformed tool calls and reports each repair; the official dialect never does.
     `raw`: a text completion, where only stop sequences mean anything.
     `lenient_end` keeps bytes that the referee drops when a stream ends inside a character.
@@ -25,6 +26,7 @@ class ParsingOptions(msgspec.Struct):
     parse_json_output: bool = False
     thinking_initial_stage: Stage | None = None
     stop_sequences: list[str] = []
+    min_tokens: int = 0
     special_tokens: SpecialTokens = DEFAULT_TOKENS
     repair: bool = False
     raw: bool = False

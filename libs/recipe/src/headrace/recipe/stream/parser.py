@@ -123,6 +123,7 @@ class StreamParser:
         self._repair = Repair() if parsing.repair else None
         self.saw_ids = False
         self.reasoning_tokens = 0
+        self._unstopped = parsing.min_tokens if parsing.stop_sequences else 0  # ids to come that no stop sequence may end with
         self._machine: Machine | None = None
         self._pieces: deque[_Piece] = deque()
         self._pending: list[tuple[int, TokenLogprob | None]] = []  # ids that end inside a character
@@ -138,6 +139,8 @@ class StreamParser:
         """
         machine = self._machine
         if machine is None or machine.held or not machine.idle or self._pieces or self._pending or self.finished:
+            return None
+        if self._unstopped:
             return None
         state = machine.state
         if state is not self._plain_state:
@@ -172,6 +175,14 @@ class StreamParser:
             raise ValueError(f"invalid log probabilities: {len(logprobs)} log probabilities for {len(ids)} token IDs")
         machine = self._start(ids=True)
         events: list[Event] = []
+        if self._unstopped:
+            early, ids = ids[: self._unstopped], ids[self._unstopped :]
+            told, logprobs = (logprobs[: len(early)], logprobs[len(early) :]) if logprobs is not None else (None, None)
+            self._unstopped -= len(early)
+            machine.stops = False
+            for piece in self._pieces_of(early, told):
+                self._advance(machine, piece, events)
+            machine.stops = not self._unstopped
         for piece in self._pieces_of(ids, logprobs):
             if self._advance(machine, piece, events):
                 break
