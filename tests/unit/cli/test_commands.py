@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import pty
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -135,6 +137,41 @@ def test_second_system_in_one_state_directory_is_refused_by_name(tmp_path):
     second = StateDir(tmp_path)
     second.acquire()
     second.release()
+
+
+def test_a_system_that_is_still_starting_is_waited_for(tmp_path, capsys):
+    where = StateDir(tmp_path)
+    assert not where.starting() and not StateDir(tmp_path / "none").starting()
+    where.acquire()
+    assert StateDir(tmp_path).starting()
+    with pytest.raises(CommandError, match="is still starting; try again"):
+        state.running_or_fail(StateDir(tmp_path))
+    with pytest.raises(CommandError, match="is still starting; try again"):
+        state.running_soon(StateDir(tmp_path), Console(), 0.3)
+    assert f"the system in {tmp_path} is still starting; waiting for it" in capsys.readouterr().err
+    late = threading.Timer(0.5, where.write, [RUNNING])
+    late.start()
+    assert state.running_soon(StateDir(tmp_path), Console(), 30.0) == RUNNING
+    assert not where.starting()
+    late.join()
+    where.release()
+    where.acquire()
+    ends = threading.Timer(0.5, where.release)
+    ends.start()
+    with pytest.raises(CommandError, match="no running system is recorded"):
+        state.running_soon(StateDir(tmp_path), Console(), 30.0)
+    ends.join()
+
+
+def test_a_look_at_the_lock_is_no_second_system(tmp_path):
+    where = StateDir(tmp_path)
+    where.acquire()
+    where.release()
+    look = (tmp_path / "lock").open()
+    fcntl.flock(look, fcntl.LOCK_SH)
+    threading.Timer(0.05, look.close).start()
+    where.acquire()
+    where.release()
 
 
 def test_a_refused_second_system_leaves_the_memory_of_the_first_alone(tmp_path, capsys):

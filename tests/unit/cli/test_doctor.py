@@ -1,10 +1,12 @@
 """What `headrace doctor` says of kernels; the other checks are seen at a running system (tests/system/test_cli_system.py)."""
 
+import os
 import subprocess
 
 import pytest
 
 from headrace.cli import doctor
+from headrace.cli.state import Running, StateDir
 
 torch = pytest.importorskip("torch")
 
@@ -39,3 +41,34 @@ def test_a_system_is_asked_for_the_services_that_it_has():
     """`up --both` has no prefill worker, and a checkpoint that sees has a vision worker."""
     assert doctor.roles_of(["nats", "gateway", "decode-1", "decode-2", "kvstore"]) == ["decode", "gateway", "kvstore"]
     assert "vision" in doctor.roles_of(["vision-1", "prefill-1"])
+
+
+def test_the_port_of_the_system_that_runs_here_is_its_own(tmp_path, monkeypatch):
+    where = StateDir(tmp_path)
+    monkeypatch.setattr(doctor, "is_free", lambda port: False)
+    assert doctor.api_port(where).level == "note"
+    where.acquire()
+    running = Running(os.getpid(), "http://127.0.0.1:8000", "nats://127.0.0.1:4222", "headrace", "secret", "m", "sim")
+    where.write(running)
+    assert (doctor.api_port(where).level, doctor.api_port(where).text) == ("ok", "the running system's own")
+    running.url = "http://[::1]:9000"
+    where.write(running)
+    assert doctor.api_port(where).level == "note", "somebody else has 8000"
+    where.release()
+
+
+async def test_a_system_that_is_starting_is_no_problem(tmp_path):
+    where = StateDir(tmp_path)
+    where.acquire()
+    (found,) = await doctor.running_system(StateDir(tmp_path))
+    assert found.level == "note" and "still starting" in found.text
+    where.release()
+    (found,) = await doctor.running_system(StateDir(tmp_path))
+    assert "none is recorded" in found.text
+
+
+@pytest.mark.parametrize(("runs", "level"), [(1.9, "ok"), (2.1, "note")])
+def test_more_work_than_cores_is_noted(monkeypatch, runs, level):
+    monkeypatch.setattr(os, "getloadavg", lambda: (runs, 0.0, 9.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert doctor.load().level == level and f"{runs}" in doctor.load().text and "2 cores" in doctor.load().text

@@ -356,6 +356,17 @@ async def test_a_tokenizer_of_another_template_is_the_clients_400(bare, monkeypa
     assert reply.choices[0].text == TEXT
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/completions", "/v1/responses"])
+async def test_the_error_of_a_too_large_max_tokens_names_the_number_that_binds(cluster, path):
+    """This model's context, not what the template would take."""
+    name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    prompt = {"input": "hi"} if path == "/v1/responses" else {"prompt": "hi"} if path == "/v1/completions" else chat()
+    status, _, reply = await cluster.post(prompt | {name: 400_000}, path)
+    assert status == 400 and "4096" in reply["error"]["message"] and "393216" not in reply["error"]["message"], reply
+    status, _, reply = await cluster.post(prompt | {name: 4096}, path)
+    assert status == 400 and "maximum context length is 4096 tokens" in reply["error"]["message"]
+
+
 async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(cluster):
     async with cluster.session.get("/v1/models") as reply:
         limit = (await reply.json())["data"][0]["max_model_len"]

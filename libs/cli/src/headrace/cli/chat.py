@@ -19,7 +19,7 @@ import aiohttp
 import uvloop
 
 from headrace.cli import state
-from headrace.cli.console import DIM, paint
+from headrace.cli.console import DIM, Console, paint
 from headrace.cli.errors import CommandError
 
 EPILOG = """\
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.message == "-" and sys.stdin.isatty():
         raise CommandError('what shall be asked? For example: headrace chat "Why is the sky blue?"')
-    url = args.url or state.running_or_fail(args.state_dir).url
+    url = args.url or state.running_soon(args.state_dir, Console()).url
     text = sys.stdin.read() if args.message == "-" else args.message
     if not text.strip():
         raise CommandError("the message is empty: give it as an argument or on stdin")

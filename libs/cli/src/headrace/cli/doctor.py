@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import uvloop
@@ -73,8 +74,9 @@ def run(args: argparse.Namespace) -> int:
         nats_binary,
         shm,
         memory,
+        load,
         lambda: disk(args.state_dir),
-        api_port,
+        lambda: api_port(args.state_dir),
     ]
     findings = [check() for check in checks]
     findings += uvloop.run(running_system(args.state_dir))
@@ -206,6 +208,15 @@ def memory() -> Finding:
     return Finding("memory", "ok", f"{size(free)} available, {usable_cores()} cores")
 
 
+def load() -> Finding:
+    """Of the last minute; of the whole machine, also in a container."""
+    runs, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if runs > cores:
+        text = f"{runs:.1f} processes want to run on {cores} cores (average of the last minute): all answers take longer"
+        return Finding("load", "note", text, "stop something else, or wait; a system that just started makes load itself")
+    return Finding("load", "ok", f"{runs:.1f} on {cores} cores")
+
+
 def disk(where: state.StateDir) -> Finding:
     folder = next(path for path in (where.path, *where.path.parents) if path.exists())
     free = shutil.disk_usage(folder).free
@@ -218,7 +229,10 @@ def disk(where: state.StateDir) -> Finding:
     return Finding("state directory", "ok", f"{where.path}, {size(free)} free")
 
 
-def api_port() -> Finding:
+def api_port(where: state.StateDir) -> Finding:
+    running = where.read()
+    if running is not None and urlsplit(running.url).port == DEFAULT_PORT:
+        return Finding(f"port {DEFAULT_PORT}", "ok", "the running system's own")
     if is_free(DEFAULT_PORT):
         return Finding(f"port {DEFAULT_PORT}", "ok", "free")
     who = holder(DEFAULT_PORT) or "another user's process"
@@ -233,6 +247,8 @@ def api_port() -> Finding:
 async def running_system(where: state.StateDir) -> list[Finding]:
     """The gateway, the bus and every service of the recorded system; one note when none is recorded."""
     running = where.read()
+    if where.starting():
+        return [Finding("system", "note", f"is still starting from {where.path}", "look again when `up` says that it is ready")]
     if running is None:
         return [Finding("system", "note", f"none is recorded in {where.path}", "start one: headrace up")]
     findings = [Finding("system", "ok", f"pid {running.pid}, engine {running.engine}, {running.model}")]

@@ -16,11 +16,15 @@ import argparse
 import fcntl
 import json
 import os
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from headrace.bus import BusSettings
+from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
+
+PATIENCE = 240.0  # seconds; `up` itself gives up before
 
 
 @dataclass
@@ -61,19 +65,38 @@ class StateDir:
             raise CommandError(
                 f"cannot write to the state directory {self.path}: {error.strerror}; use --state-dir"
             ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._take():
             self.close()
             running = self.read()
             who = f"pid {running.pid}, {running.url}" if running else "it is still starting"
             raise CommandError(
                 f"a system already runs from {self.path} ({who}); stop it with Ctrl-C in its terminal, or start a second "
                 f"one with --state-dir"
-            ) from None
+            )
         self._forget()
         for log in self.logs.glob("*.log"):
             log.unlink()
+
+    def _take(self) -> bool:
+        """The lock; a command that looks whether anybody holds it (`starting`) holds it for a moment itself."""
+        for pause in (0.02, 0.1, 0.0):
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                time.sleep(pause)
+        return False
+
+    def starting(self) -> bool:
+        """Whether a system is on its way here: the lock is held, and nothing is recorded yet."""
+        try:
+            with (self.path / "lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return self.read() is None
+        except OSError:
+            pass  # nothing ever ran here
+        return False
 
     def release(self) -> None:
         """The system is gone."""
@@ -138,6 +161,18 @@ def bus_settings(state: StateDir, url: str = "") -> BusSettings:
 def running_or_fail(state: StateDir) -> Running:
     """The running system, or a CommandError that says how to start one."""
     running = state.read()
+    if running is None and state.starting():
+        raise CommandError(f"the system in {state.path} is still starting; try again when `up` says that it is ready")
     if running is None:
         raise CommandError(f"no running system is recorded in {state.path}; start one with `headrace up`")
     return running
+
+
+def running_soon(state: StateDir, console: Console, patience: float = PATIENCE) -> Running:
+    """The running system, or the one that is starting, once it runs; a CommandError as above, or after `patience` seconds."""
+    end = time.monotonic() + patience
+    if state.starting():
+        console.say(f"the system in {state.path} is still starting; waiting for it (Ctrl-C: not)")
+        while state.starting() and time.monotonic() < end:
+            time.sleep(0.2)
+    return running_or_fail(state)

@@ -4,6 +4,7 @@ models."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -124,4 +125,13 @@ class Models:
         largest = max(groups, key=lambda name: len(groups[name].decodes), default="")
         self._aliases = dict.fromkeys(served, largest) if served and largest else {}
         self._aliases |= {name: name for name in groups}
-        self._options = msgspec.structs.replace(self._options, models=dict.fromkeys(self._aliases, self.encoding.version))
+        self._options = msgspec.structs.replace(
+            self._options, models=dict.fromkeys(self._aliases, self.encoding.version), **self._bounds(groups.values())
+        )
+
+    def _bounds(self, groups: Iterable[Group]) -> dict[str, int]:
+        """Largest max_tokens, for errors that name it: no model's context holds more. The official dialect names its own."""
+        if self._settings.dialect != "open":
+            return {}
+        most = min(ConversionOptions().thinking_max_tokens, max(map(self.limit, groups), default=1 << 20))
+        return {"thinking_max_tokens": most, "non_thinking_max_tokens": most}
