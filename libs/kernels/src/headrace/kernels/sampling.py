@@ -12,8 +12,10 @@ import dataclasses
 
 import torch
 
-from headrace.kernels._triton import next_power_of_2, tl, triton
-from headrace.kernels.topk import kth_key, sort_key
+from headrace.kernels import tuning
+from headrace.kernels._triton import next_power_of_2
+from headrace.kernels.sampling_kernels import accept_kernel, residual_kernel, sample_kernel
+from headrace.kernels.sampling_split import residual_split, sample_split
 
 PURPOSES = {"draw": 0, "accept": 1, "residual": 2, "draft": 3}
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -25,7 +27,8 @@ class SamplingRows:
 
     temperature, top_p, min_p fp32 [T]; top_k int32 [T] (0: off); key int64 [T] from `noise_key`; mask int32 [T, ceil(V / 32)]
     of allowed tokens (bit v % 32 of word v // 32) or None; seen int32 [T, P] distinct token ids, -1 for none, with counts
-    int32 [T, P] and frequency, presence, repetition fp32 [T], or all None.
+    int32 [T, P] and frequency, presence, repetition fp32 [T], or all None. filters False promises that no row has top-k, top-p
+    or min-p, which saves a launch where a row is cut into parts.
     """
 
     temperature: torch.Tensor
@@ -39,6 +42,7 @@ class SamplingRows:
     frequency: torch.Tensor | None = None
     presence: torch.Tensor | None = None
     repetition: torch.Tensor | None = None
+    filters: bool = True
 
 
 def noise_key(seed: int, choice: int, position: int, purpose: str = "draw") -> int:
@@ -58,7 +62,10 @@ def _splitmix(z: int) -> int:
 
 
 def uniform_reference(key: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """key int64 [T, 1], token int64 [V] -> fp32 in (0, 1) [T, V]: 24 bits of two 32-bit finalisers, one per half of key."""
+    """key int64 [T, 1], token int64 [V] -> fp32 in (0, 1) [T, V]: 24 bits of two 32-bit finalisers, one per half of key.
+
+    The largest would round to 1, whose noise is infinite: one draw in 130 of a vocabulary of 129,280 would have such a token.
+    """
     word = 0xFFFFFFFF
     h = ((token * 0x9E3779B1) & word) ^ (key & word)
     for shifts, factors, then in (((16, 13, 16), (0x85EBCA6B, 0xC2B2AE35), (key >> 32) & word),
@@ -66,7 +73,7 @@ def uniform_reference(key: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         for shift, factor in zip(shifts, (*factors, 1), strict=True):
             h = ((h ^ (h >> shift)) * factor) & word
         h = h ^ then
-    return ((h >> 8).float() + 0.5) * 2.0**-24
+    return (((h >> 8).float() + 0.5) * 2.0**-24).clamp_max(1 - 2.0**-24)
 
 
 def processed_logits_reference(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
@@ -120,7 +127,8 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, ...]
     """logits fp32 [T, V] -> (token int32 [T], its raw logprob fp32 [T], threshold fp32 [T], lse fp32 [T], processed [T, V]).
 
     The distribution that was drawn from is exp(l / temperature - lse) where l >= threshold, l the processed logit, else 0.
-    One launch, one program a row. `processed` is `logits` itself where no penalty or mask changes it.
+    One launch, one program a row, or two or three (see `sampling_split`), as `tuning.sample` has it. `processed` is `logits`
+    itself where no penalty or mask changes it.
     """
     count, vocabulary = logits.shape
     logits = logits.contiguous()
@@ -128,11 +136,14 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, ...]
     processed = torch.empty_like(logits) if changed else logits
     token = torch.empty(count, dtype=torch.int32, device=logits.device)
     logprob, threshold, lse = (torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(3))
-    if count:
+    config = tuning.sample(vocabulary)
+    if count and config["FORM"]:
+        sample_split(logits, processed, rows, (token, logprob, threshold, lse), config)
+    elif count:
         unused = logits
         seen = rows.seen
         width = 0 if seen is None else seen.shape[1]
-        _sample_kernel[(count,)](
+        sample_kernel[(count,)](
             logits, processed, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.key,
             rows.mask if rows.mask is not None else unused, seen if seen is not None else unused,
             *(t if t is not None else unused for t in (rows.counts, rows.frequency, rows.presence, rows.repetition)),
@@ -141,135 +152,6 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, ...]
             BLOCK=min(8192, max(256, next_power_of_2(vocabulary))), num_warps=16 if vocabulary > 8192 else 4,
         )  # fmt: skip
     return token, logprob, threshold, lse, processed
-
-
-@triton.jit
-def _uniform(key, token):
-    """int64 key and tokens -> fp32 in (0, 1); see `uniform_reference`."""
-    h = (token.to(tl.uint32) * 0x9E3779B1) ^ (key & 0xFFFFFFFF).to(tl.uint32)
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    h = h ^ (h >> 16) ^ ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    h = (h ^ (h >> 16)) * 0x7FEB352D
-    h = (h ^ (h >> 15)) * 0x846CA68B
-    h = h ^ (h >> 16)
-    return ((h >> 8).to(tl.int32).to(tl.float32) + 0.5) * 5.9604644775390625e-08
-
-
-@triton.jit
-def _sample_kernel(
-    logits_ptr, processed_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, key_ptr, mask_ptr, seen_ptr, count_ptr,
-    frequency_ptr, presence_ptr, repetition_ptr, token_ptr, logprob_ptr, threshold_ptr, lse_ptr, vocabulary, width, mask_stride,
-    HAS_MASK: tl.constexpr, HAS_SEEN: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    raw = logits_ptr + row * vocabulary
-    logits = processed_ptr + row * vocabulary
-    temperature = tl.load(temperature_ptr + row)
-
-    # Raw log-sum-exp for logprobs, and the processed copy where anything changes.
-    # Running values are kept per lane and reduced once: a reduction in every turn would cost more than the turn.
-    lane_top = tl.full([BLOCK], float("-inf"), tl.float32)
-    lane_sum = tl.zeros([BLOCK], tl.float32)
-    for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
-        at = begin + tl.arange(0, BLOCK)
-        x = tl.load(raw + at, mask=at < vocabulary, other=float("-inf"))
-        new_top = tl.maximum(tl.maximum(lane_top, x), -3.0e38)
-        lane_sum = lane_sum * tl.exp(lane_top - new_top) + tl.exp(x - new_top)
-        lane_top = new_top
-        if HAS_SEEN or HAS_MASK:
-            if HAS_MASK:
-                word = tl.load(mask_ptr + row * mask_stride + at // 32, mask=at < vocabulary, other=0)
-                x = tl.where(((word >> (at % 32)) & 1) == 1, x, float("-inf"))
-            tl.store(logits + at, x, mask=at < vocabulary)
-    raw_top = tl.max(lane_top, 0)
-    raw_sum = tl.sum(lane_sum * tl.exp(lane_top - raw_top), 0)
-    if HAS_SEEN:
-        tl.debug_barrier()
-        slot = tl.arange(0, SEEN)
-        seen = tl.load(seen_ptr + row * width + slot, mask=slot < width, other=-1)
-        count = tl.load(count_ptr + row * width + slot, mask=slot < width, other=0).to(tl.float32)
-        value = tl.load(logits + seen, mask=seen >= 0, other=0.0)
-        repetition = tl.load(repetition_ptr + row)
-        value = tl.where(value > 0, value / repetition, value * repetition)
-        value -= count * tl.load(frequency_ptr + row) + tl.where(count > 0, tl.load(presence_ptr + row), 0.0)
-        tl.store(logits + seen, value, mask=seen >= 0)
-    if HAS_SEEN or HAS_MASK:
-        tl.debug_barrier()
-
-    top = raw_top
-    if HAS_SEEN or HAS_MASK:
-        lane_top = tl.full([BLOCK], float("-inf"), tl.float32)
-        for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
-            at = begin + tl.arange(0, BLOCK)
-            lane_top = tl.maximum(lane_top, tl.load(logits + at, mask=at < vocabulary, other=float("-inf")))
-        top = tl.max(lane_top, 0)
-    limit = tl.full([], 0x00800000, tl.uint32)  # the key of the lowest finite value: drops -inf
-    greedy = temperature == 0
-    inverse = 1 / tl.where(greedy, 1.0, temperature)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
-    if greedy:
-        limit = sort_key(top)
-    else:
-        if top_k > 0 and top_k < vocabulary:
-            kth, _ = kth_key(logits, vocabulary, top_k, BLOCK)
-            limit = tl.maximum(limit, kth)
-        if top_p < 1:
-            target = top_p * _mass(logits, limit, top, inverse, vocabulary, BLOCK)
-            found = tl.zeros([], tl.uint32)
-            bit = tl.full([], 0x80000000, tl.uint32)
-            for _ in range(32):
-                trial = found | bit
-                bit = bit >> 1
-                if trial > limit:
-                    if _mass(logits, trial, top, inverse, vocabulary, BLOCK) >= target:
-                        found = trial
-                else:
-                    found = trial
-            limit = tl.maximum(limit, found)
-        if min_p > 0:
-            limit = tl.maximum(limit, sort_key(top + tl.log(min_p) * temperature))
-
-    # Draw among the kept; the first of equals.
-    key = tl.load(key_ptr + row)
-    lane_best = tl.full([BLOCK], float("-inf"), tl.float32)
-    lane_winner = tl.zeros([BLOCK], tl.int32)
-    lane_sum = tl.zeros([BLOCK], tl.float32)
-    lane_low = tl.full([BLOCK], float("inf"), tl.float32)
-    for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
-        at = begin + tl.arange(0, BLOCK)
-        x = tl.load(logits + at, mask=at < vocabulary, other=float("-inf"))
-        kept = (sort_key(x) >= limit) & (at < vocabulary)
-        share = tl.where(kept, tl.exp((x - top) * inverse), 0.0)
-        lane_sum += share
-        lane_low = tl.minimum(lane_low, tl.where(kept, x, float("inf")))
-        score = x
-        if not greedy:
-            # Largest log(p) + Gumbel is largest p / exponential: the same draw for one logarithm less.
-            score = share / -tl.log(_uniform(key, at.to(tl.int64)))
-        better = kept & (score > lane_best)
-        lane_best = tl.where(better, score, lane_best)
-        lane_winner = tl.where(better, at, lane_winner)
-    total = tl.sum(lane_sum, 0)
-    lowest = tl.min(lane_low, 0)
-    winner = tl.min(tl.where(lane_best == tl.max(lane_best, 0), lane_winner, vocabulary - 1), 0)
-    tl.store(token_ptr + row, winner)
-    tl.store(logprob_ptr + row, tl.load(raw + winner) - raw_top - tl.log(raw_sum))
-    tl.store(threshold_ptr + row, lowest)
-    tl.store(lse_ptr + row, tl.where(greedy, top, top * inverse + tl.log(total)))
-
-
-@triton.jit
-def _mass(logits, limit, top, inverse, vocabulary, BLOCK: tl.constexpr):
-    """sum of exp((l - top) / temperature) over tokens whose key is at least limit."""
-    lane = tl.zeros([BLOCK], tl.float32)
-    for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
-        at = begin + tl.arange(0, BLOCK)
-        x = tl.load(logits + at, mask=at < vocabulary, other=float("-inf"))
-        lane += tl.where(sort_key(x) >= limit, tl.exp((x - top) * inverse), 0.0)
-    return tl.sum(lane, 0)
 
 
 def verify_drafts_reference(
@@ -335,78 +217,17 @@ def verify_drafts(
     if count:
         token, threshold, lse, logits = target
         vocabulary = logits.shape[-1]
-        _accept_kernel[(count,)](
+        config = tuning.verify_drafts(vocabulary)
+        if config["FORM"]:
+            keys = accept_key, residual_key
+            residual_split(drafts, target, draft, temperature, keys, (accepted, following), config)
+            return accepted, following
+        accept_kernel[(count,)](
             drafts, token, threshold, lse, logits, *draft, temperature, accept_key, accepted, following, vocabulary,
-            STEPS=steps, num_warps=1,
+            STEPS=steps, LANES=next_power_of_2(steps), num_warps=1,
         )  # fmt: skip
-        _residual_kernel[(count,)](
+        residual_kernel[(count,)](
             drafts, threshold, lse, logits, *draft, temperature, residual_key, accepted, following, vocabulary,
             STEPS=steps, BLOCK=min(8192, max(256, next_power_of_2(vocabulary))), num_warps=8,
         )  # fmt: skip
     return accepted, following
-
-
-@triton.jit
-def _accept_kernel(
-    draft_ptr, token_ptr, threshold_ptr, lse_ptr, logits_ptr, q_threshold_ptr, q_lse_ptr, q_logits_ptr, temperature_ptr,
-    key_ptr, accepted_ptr, following_ptr, vocabulary, STEPS: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature_ptr + b)
-    greedy = temperature == 0
-    inverse = 1 / tl.where(greedy, 1.0, temperature)
-    accepted = tl.zeros([], tl.int32)
-    going = tl.full([], 1, tl.int32)
-    for i in range(STEPS):
-        t = b * (STEPS + 1) + i
-        d = tl.load(draft_ptr + b * STEPS + i)
-        at = tl.maximum(d, 0)
-        x = tl.load(logits_ptr + t * vocabulary + at)
-        y = tl.load(q_logits_ptr + (b * STEPS + i) * vocabulary + at)
-        p = tl.where(x >= tl.load(threshold_ptr + t), tl.exp(x * inverse - tl.load(lse_ptr + t)), 0.0)
-        q_at = b * STEPS + i
-        q = tl.where(y >= tl.load(q_threshold_ptr + q_at), tl.exp(y * inverse - tl.load(q_lse_ptr + q_at)), 0.0)
-        u = _uniform(tl.load(key_ptr + q_at), tl.zeros([], tl.int64))
-        ok = tl.where(greedy, d == tl.load(token_ptr + t), u * q < p) & (d >= 0)
-        going = tl.where(ok, going, 0)
-        accepted += going
-    tl.store(accepted_ptr + b, accepted)
-    tl.store(following_ptr + b, tl.load(token_ptr + b * (STEPS + 1) + accepted))
-
-
-@triton.jit
-def _residual_kernel(
-    draft_ptr, threshold_ptr, lse_ptr, logits_ptr, q_threshold_ptr, q_lse_ptr, q_logits_ptr, temperature_ptr, key_ptr,
-    accepted_ptr, following_ptr, vocabulary, STEPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64)
-    i = tl.load(accepted_ptr + b)
-    temperature = tl.load(temperature_ptr + b)
-    if i >= STEPS:
-        return
-    if temperature == 0:
-        return
-    if tl.load(draft_ptr + b * STEPS + i) < 0:
-        return
-    inverse = 1 / temperature
-    t = b * (STEPS + 1) + i
-    q_at = b * STEPS + i
-    threshold, lse = tl.load(threshold_ptr + t), tl.load(lse_ptr + t)
-    q_threshold, q_lse = tl.load(q_threshold_ptr + q_at), tl.load(q_lse_ptr + q_at)
-    key = tl.load(key_ptr + q_at)
-    best = tl.full([], float("-inf"), tl.float32)
-    winner = tl.zeros([], tl.int32) - 1
-    for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
-        at = begin + tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + t * vocabulary + at, mask=at < vocabulary, other=float("-inf"))
-        y = tl.load(q_logits_ptr + q_at * vocabulary + at, mask=at < vocabulary, other=float("-inf"))
-        p = tl.where(x >= threshold, tl.exp(x * inverse - lse), 0.0)
-        q = tl.where(y >= q_threshold, tl.exp(y * inverse - q_lse), 0.0)
-        rest = tl.where(at < vocabulary, p - q, 0.0)
-        score = tl.where(rest > 0, rest / -tl.log(_uniform(key, at.to(tl.int64))), float("-inf"))
-        here = tl.max(score, 0)
-        if here > best:
-            best = here
-            winner = begin + tl.argmax(score, 0)
-    if winner >= 0:
-        tl.store(following_ptr + b, winner)

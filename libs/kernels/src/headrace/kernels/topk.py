@@ -103,7 +103,7 @@ def _bound_kernel(
     for tile in tl.range(begin, end, TILE * GROUPS, num_stages=2):
         score, _ = _scores(score_ptr, candidate_ptr, tile + inside, end, CANDIDATES)
         best = tl.maximum(best, tl.max(score, 0))
-    low = _kth(tl.where(best > float("-inf"), sort_key(best), 0), k, 16, BITS)
+    low = kth_of(tl.where(best > float("-inf"), sort_key(best), 0), k, 16, BITS)
     low = score_of(tl.maximum(low, 0x00800000))  # no score: -inf lies below
     count = tl.zeros([], tl.int32)
     # Four neighbours are one thread's, so that threads are counted through, not scores.
@@ -123,7 +123,7 @@ def _bound_kernel(
         at = tl.load(room_ptr + slot, mask=slot < count, other=0)
         key = sort_key(tl.load(score_ptr + at, mask=slot < count, other=float("-inf")))
         key = tl.where(slot < count, key, 0)
-        limit = _kth(key, k, 0, BITS)
+        limit = kth_of(key, k, 0, BITS)
         need = k - tl.sum((key > limit).to(tl.int32), 0)
         equal = (key == limit).to(tl.int32)
         chosen = (key > 0) & ((key > limit) | ((equal == 1) & (tl.cumsum(equal, 0) <= need)))
@@ -148,7 +148,7 @@ def _scores(score_ptr, candidate_ptr, at, end, CANDIDATES: tl.constexpr):
 
 
 @triton.jit
-def _kth(key, k, LOW: tl.constexpr, BITS: tl.constexpr):
+def kth_of(key, k, LOW: tl.constexpr, BITS: tl.constexpr):
     """The largest limit that at least k of the keys reach, BITS bits a turn; its bits below LOW are zero. Fewer keys than
     k: 0."""
     limit = tl.zeros([], tl.uint32)

@@ -161,6 +161,32 @@ def topk(rows: int, n: int, k: int) -> dict[str, int]:
     return {"FORM": 1, "BITS": 4 if rows <= 512 else 2, "num_warps": 8}
 
 
+def sample(vocabulary: int) -> dict[str, int]:
+    """FORM 1: a row in parts, see `sampling_split`; 0: a program a row. Not by the number of rows: sums differ by form.
+
+    The parts have not run on a card yet.
+    """
+    return {"FORM": 0}
+
+
+def sample_parts(part: int, **others: int) -> dict[str, int]:
+    """Of 4,096 or 8,192 tokens a part: with 16 tokens a thread the three kernels take 64 to 128 registers; BITS 4 spills."""
+    return {
+        "FORM": 1,
+        "PART": part,
+        "GROUPS": 32,
+        "DENSE": 2048,
+        "BITS": 2,
+        "num_warps": part // 512,
+        "JOIN_WARPS": 16,
+    } | others
+
+
+def verify_drafts(vocabulary: int) -> dict[str, int]:
+    """FORM 1: the residual's vocabulary in parts; 0: a program a sequence. The parts have not run on a card yet."""
+    return {"FORM": 0}
+
+
 def mhc(tokens: int, batch_invariant: bool) -> dict[str, int]:
     """SPLITS: parts of the projection's sum; 0: as many as make WAVES programs a processor.
 
