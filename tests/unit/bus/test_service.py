@@ -313,9 +313,9 @@ run_service(Sleeper)
 """
 
 
-def start_process(nats, drain: float) -> subprocess.Popen:
+def start_process(nats, drain: float, before: str = "") -> subprocess.Popen:
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(drain=drain), "--nats-url", nats.url, "--log-format", "json"],
+        [sys.executable, "-c", before + PROGRAM.format(drain=drain), "--nats-url", nats.url, "--log-format", "json"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     for line in process.stderr:
@@ -328,6 +328,14 @@ def test_sigterm_drains_and_exits_with_zero(nats):
     process = start_process(nats, 0.2)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=10)
+    assert (process.returncode, out) == (0, "draining\ndrained\n")
+
+
+def test_after_its_stop_a_process_ends_without_taking_the_interpreter_apart(nats):
+    """What torch and a model take for that is seconds on a busy machine. What was printed is out."""
+    process = start_process(nats, 0.1, "import atexit, time; atexit.register(time.sleep, 60)")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
     assert (process.returncode, out) == (0, "draining\ndrained\n")
 
 
