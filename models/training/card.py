@@ -80,9 +80,7 @@ def _data_lines(shares: dict[str, float], earlier: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def text(
-    run: Run, out: Path, history: list[dict[str, Any]], shares: dict[str, float], notes: Sequence[str] = ()
-) -> str:
+def text(run: Run, out: Path, history: list[dict[str, Any]], shares: dict[str, float], notes: Sequence[str] = ()) -> str:
     """The card; notes are limits that only a person knows."""
     c = run.config
     earlier = run.earlier()

@@ -31,13 +31,20 @@ def token_loss(
 
 
 @torch.no_grad()
-def balance(model: TrainingModel, router: dict[int, tuple[torch.Tensor, torch.Tensor]], rate: float) -> torch.Tensor:
+def loads(router: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """Layer -> how many rows chose each expert, from (scores, chosen)."""
+    ones = {layer: torch.ones(chosen.numel(), device=scores.device) for layer, (scores, chosen) in router.items()}
+    return {
+        layer: torch.zeros(scores.shape[1], device=scores.device).scatter_add_(0, chosen.flatten(), ones[layer])
+        for layer, (scores, chosen) in router.items()
+    }
+
+
+@torch.no_grad()
+def balance(model: TrainingModel, loads: dict[int, torch.Tensor], rate: float) -> torch.Tensor:
     """Move gate biases towards equal load, as V3 and V4 do without a loss. Returns the largest load over the mean."""
     worst = []
-    for layer, (scores, chosen) in router.items():
-        load = torch.zeros(scores.shape[1], device=scores.device).scatter_add_(
-            0, chosen.flatten(), torch.ones(chosen.numel(), device=scores.device)
-        )
+    for layer, load in loads.items():
         load = load / load.mean()
         gate = model.layers[layer].ffn.gate
         gate.bias.add_(torch.sign(1 - load), alpha=rate)

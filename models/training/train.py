@@ -71,7 +71,8 @@ class Trainer:
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name.startswith("mtp.") == self.draft)
         self.optimizer = Optimizer(self.model.named_parameters())
-        self.rounded = Rounded(self.model, r"^mtp\." if self.draft else r"^(?!mtp\.)")
+        self.target = Rounded(self.model, r"^(?!mtp\.)")  # a draft learns from what will be served
+        self.rounded = Rounded(self.model, r"^mtp\.") if self.draft else self.target
         self.step, self.seconds, self.tokens = 0, 0.0, 0
         self._restore()
         self.batches = Ahead(self._batch)
@@ -162,11 +163,15 @@ class Trainer:
         """Gradients of one batch, in pieces that fit, and one move of the optimiser."""
         pieces, tokens = self.batches(self.step)
         self.configure()
-        with self.rounded(self.plan.rounded or (self.draft and self.progress > 0.5)):
+        loads: dict[int, torch.Tensor] = {}
+        with self.target(self.draft), self.rounded(self.plan.rounded or (self.draft and self.progress > 0.5)):
             for piece in pieces:
                 there = [None if part is None else part.to(self.device, non_blocking=True) for part in piece]
-                total, values = self.losses(*there)
+                total, values, chosen = self.losses(*there)
                 (total / len(pieces)).backward()
+                loads = {layer: loads.get(layer, 0) + load for layer, load in chosen.items()}
+        if loads:  # behind the last piece, so that all of a batch see the same router
+            values["imbalance"] = losses.balance(self.model, loads, BALANCE_RATE)
         values["norm"] = self.optimizer.clip(1.0)
         values["rate"] = (
             self.options.rate * self.plan.rate * schedule(self.progress, warmup=self.plan.warmup, decay=self.plan.decay)
@@ -206,10 +211,10 @@ class Trainer:
     def losses(
         self, ids: torch.Tensor, weights: torch.Tensor, documents: torch.Tensor, images: torch.Tensor | None,
         anchors: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
-        """What is minimised, and what is reported."""
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[int, torch.Tensor]]:  # fmt: skip
+        """What is minimised, what is reported, and how many rows chose each expert of a layer."""
         if self.draft:
-            return self._draft_losses(ids, documents, images, anchors)
+            return *self._draft_losses(ids, documents, images, anchors), {}
         index = self.plan.index and self.step % self.options.index_every == 0
         extras = ("router", "index") if index else ("router",)
         out = self.model(ids, documents=documents, images=images, extras=extras)
@@ -218,8 +223,7 @@ class Trainer:
         if index:
             kl = indexer_loss(out, self.model.config)
             total, values["index_loss"] = total + kl, kl.detach()
-        values["imbalance"] = losses.balance(self.model, out.router, BALANCE_RATE)
-        return total, values
+        return total, values, losses.loads(out.router)
 
     def _draft_losses(
         self, ids: torch.Tensor, documents: torch.Tensor, images: torch.Tensor | None, anchors: torch.Tensor
