@@ -372,11 +372,11 @@ def run_service(service_class: type[Service], argv: Sequence[str] | None = None)
     except SettingsError as error:
         print(f"headrace {service_class.role}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    _exit(uvloop.run(_live(service)))
+    leave(uvloop.run(_live(service)))
 
 
-def _exit(status: int) -> NoReturn:
-    """End the process now. All that must happen has happened in `stop`; the interpreter would take every object and library
+def leave(status: int) -> NoReturn:
+    """End the process now: all that must happen has happened. The interpreter would take every object and library
     apart first, which is a good part of a second of computing with torch, and many seconds of waiting on a busy machine."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -10,9 +10,11 @@ import shlex
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import uvloop
 
+from headrace.bus.service import leave
 from headrace.cli import state
 from headrace.cli.checkpoint import PRESETS
 from headrace.cli.console import BOLD, Console, paint
@@ -111,7 +113,7 @@ def count(text: str) -> int:
     return value
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> NoReturn:
     options = Options(
         model=args.model,
         preset=args.preset,
@@ -126,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         drain_seconds=args.drain_seconds,
         config=args.config,
     )
-    return uvloop.run(_up(options, args.state_dir, args.verbose))
+    leave(uvloop.run(_up(options, args.state_dir, args.verbose)))
 
 
 async def _up(options: Options, where: state.StateDir, verbose: bool) -> int:
