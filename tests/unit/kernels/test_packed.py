@@ -24,23 +24,23 @@ def test_largest_scale(name, largest):
 
 @pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="nothing compiles without Triton, nor under its interpreter")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("values", "pairs"), [(8, 1), (4, 0)])
-def test_compiles_for_hopper(values, pairs):
+@pytest.mark.parametrize(("values", "pairs", "gated"), [(8, 1, True), (4, 0, False)])
+def test_compiles_for_hopper(values, pairs, gated):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel = gemm_upcast._words_kernel
     constants = {"K": 512, "MODE": 1, "VALUES": values, "X_FP8": False, "SPLIT": False, "BLOCK_M": 16, "BLOCK_N": 64,
-                 "ATOMS": 1, "PAIRS": pairs, "STAGES": 3}  # fmt: skip
-    pointers = {"x_ptr": "*bf16", "out_ptr": "*bf16", "partial_ptr": "*fp32"}
+                 "ATOMS": 1, "PAIRS": pairs, "STAGES": 3, "GATED": gated, "LIMIT": True, "ROW_WEIGHT": True}  # fmt: skip
+    pointers = {"x_ptr": "*bf16", "out_ptr": "*bf16", "partial_ptr": "*fp32", "row_weight_ptr": "*fp32", "limit": "fp32"}
     types = {name: pointers.get(name, "*i32" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
     places = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
     source = ASTSource(
         kernel,
         {name: "constexpr" if name in constants else kind for name, kind in types.items()},
         {places[name]: value for name, value in constants.items()},
-        {places[name]: [["tt.divisibility", 16]] for name in types if name not in constants},
+        {places[name]: [["tt.divisibility", 16]] for name in types if name not in ("limit", *constants)},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     dots = [line for line in compiled.asm["ttgir"].splitlines() if "warp_group_dot " in line]

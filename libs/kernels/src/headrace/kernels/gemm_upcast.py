@@ -18,6 +18,7 @@ from headrace.kernels import quantize, tuning
 from headrace.kernels._triton import _INTERPRETED, cdiv, dot, tl, triton, workspace
 from headrace.kernels.attention_core import decode_e2m1, unpack_bf16
 from headrace.kernels.gemm_fp8 import _splits, _tile_rows, add_parts
+from headrace.kernels.swiglu import TURN, gated
 
 FORMATS = {"bf16": 0, "fp8": 1, "mxfp4": 2, "fp8_words": 3, "mxfp4_words": 4}
 VALUES = {"bf16": 1, "fp8": 1, "mxfp4": 2, "fp8_words": 4, "mxfp4_words": 8}  # per element of the weight's tensor
@@ -134,6 +135,7 @@ def gemm_upcast(
     out_dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
     side_by_side: bool = False,
+    swiglu: tuple[float | None, torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
     """x bf16 or e4m3 [m, k] (masked: [G, m, k]), weight [n, k] or [G, n, k] in format `name`, both contiguous.
 
@@ -141,6 +143,8 @@ def gemm_upcast(
     [G, m, n] in out_dtype; rows without a group are not written. A group's contiguous rows begin at a multiple of `alignment`
     (16 to 128). `expected_rows` per group only chooses the tile. `batch_invariant`: one tile and no split for every m.
     `side_by_side`: every row has a part for each group, x [m, G, k] -> [m, G, n].
+    `swiglu` (limit, weights fp32 of rows or None): what `headrace.kernels.swiglu` makes of the bf16 product of a weight whose
+    rows are interleaved, [m, n / 2]; in the same launch, with the same result.
     """
     weight, scale = (t if t is None or t.dim() == 3 else t.unsqueeze(0) for t in (weight, scale))
     groups, n = weight.shape[:2]
@@ -150,12 +154,15 @@ def gemm_upcast(
         raise ValueError(f"x has {x.shape[-1]} columns and the weight {k}: must agree and be a multiple of {STEP}")
     masked = counts is not None
     rows = groups * m if masked or side_by_side else m
-    out = torch.empty(*x.shape[:-1], n, dtype=out_dtype, device=x.device)
+    if swiglu is not None and (n % (2 * TURN) or side_by_side or out_dtype != torch.bfloat16):
+        raise ValueError(f"SwiGLU needs a bf16 product of a multiple of {2 * TURN} weight rows, got {out_dtype} and {n}")
+    limit, row_weight = swiglu or (None, None)
+    out = torch.empty(*x.shape[:-1], n // 2 if swiglu else n, dtype=out_dtype, device=x.device)
     if not rows:
         return out
     busy = min(m, expected_rows or (cdiv(m, groups) if group_of_row is not None else m))
     config = tuning.gemm_upcast(name, busy, n, k, batch_invariant)
-    bm, bn = config["BLOCK_M"], config["BLOCK_N"]
+    bm, bn = config["BLOCK_M"], config["BLOCK_N"] if swiglu is None else max(config["BLOCK_N"], 2 * TURN)
     if group_of_row is not None:
         bm = min(bm, alignment)  # a tile has rows of one group
     mode = 3 if side_by_side else 2 if masked else 1 if group_of_row is not None else 0
@@ -170,27 +177,30 @@ def gemm_upcast(
     words = x if scale is None else scale.contiguous().view(torch.uint8).view(torch.int32)
     x_words = x if x_scale is None else x_scale.contiguous().view(torch.uint8).view(torch.int32)
     index = counts if masked else group_of_row if mode == 1 else x
+    epilogue = {"GATED": swiglu is not None, "LIMIT": limit is not None, "ROW_WEIGHT": row_weight is not None}
+    gate = x if row_weight is None else row_weight.contiguous(), limit or 0.0
     if name in FIELD:
         _words_kernel[(column_tiles, grid_m, splits)](
             x.contiguous(), x if x_scale is None else x_scale.contiguous(), weight, scale, index, out, partial, counter,
-            m, rows, n, scale.shape[2], groups,
+            *gate, m, rows, n, scale.shape[2], groups,
             K=k, MODE=mode, VALUES=VALUES[name], X_FP8=x_scale is not None, SPLIT=splits > 1, BLOCK_M=bm, BLOCK_N=bn,
-            ATOMS=atoms, PAIRS=config["PAIRS"], STAGES=config["STAGES"], num_warps=config["num_warps"],
+            ATOMS=atoms, PAIRS=config["PAIRS"], STAGES=config["STAGES"], num_warps=config["num_warps"], **epilogue,
         )  # fmt: skip
         return out
     _upcast_kernel[(column_tiles, grid_m, splits)](
         x.contiguous(), x_words, weight if name == "bf16" else weight.view(torch.uint8), words, index, out, partial, counter,
-        m, rows, n, cdiv(n, 32) if name == "fp8" else n, groups,
+        *gate, m, rows, n, cdiv(n, 32) if name == "fp8" else n, groups,
         K=k, MODE=mode, FORMAT=FORMATS[name], X_FP8=x_scale is not None, SPLIT=splits > 1, BLOCK_M=bm, BLOCK_N=bn,
-        STAGES=config["STAGES"], num_warps=config["num_warps"],
+        STAGES=config["STAGES"], num_warps=config["num_warps"], **epilogue,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _upcast_kernel(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, index_ptr, out_ptr, partial_ptr, counter_ptr, m, rows, n, scale_rows,
-    groups, K: tl.constexpr, MODE: tl.constexpr, FORMAT: tl.constexpr, X_FP8: tl.constexpr, SPLIT: tl.constexpr,
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, index_ptr, out_ptr, partial_ptr, counter_ptr, row_weight_ptr, limit,
+    m, rows, n, scale_rows, groups, GATED: tl.constexpr, LIMIT: tl.constexpr, ROW_WEIGHT: tl.constexpr,
+    K: tl.constexpr, MODE: tl.constexpr, FORMAT: tl.constexpr, X_FP8: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = K // 128
@@ -232,7 +242,8 @@ def _upcast_kernel(
                 value = tl.reshape(tl.join(even, odd), [BLOCK_N, 128])
                 w = _scale_groups(value, scale * 16384.0)
         acc = dot(w, tl.trans(x), acc)
-    _store_product(acc, row, live, column, within, tile, split, out_ptr, partial_ptr, counter_ptr, rows, n, SPLIT)
+    _store_product(acc, row, live, column, within, tile, split, out_ptr, partial_ptr, counter_ptr, row_weight_ptr, limit,
+                   rows, n, SPLIT, GATED, LIMIT, ROW_WEIGHT)  # fmt: skip
 
 
 @triton.jit
@@ -251,12 +262,13 @@ def _rows_of_tile(index_ptr, tile, m, groups, MODE: tl.constexpr, BLOCK_M: tl.co
 
 @triton.jit
 def _store_product(
-    acc, row, live, column, within, tile, split, out_ptr, partial_ptr, counter_ptr, rows, n, SPLIT: tl.constexpr
+    acc, row, live, column, within, tile, split, out_ptr, partial_ptr, counter_ptr, row_weight_ptr, limit, rows, n,
+    SPLIT: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ROW_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_N, BLOCK_M] -> out [rows, n]; of a split sum, the last program to arrive adds the parts in order."""
-    at = row[None, :] * n + column[:, None]
-    mask = live[None, :] & within[:, None]
     if SPLIT:
+        at = row[None, :] * n + column[:, None]
+        mask = live[None, :] & within[:, None]
         splits = tl.num_programs(2)
         tl.store(partial_ptr + split.to(tl.int64) * rows * n + at, acc, mask=mask)
         tl.debug_barrier()  # every thread's part is written before this program says so
@@ -264,15 +276,38 @@ def _store_product(
         if tl.atomic_add(slot, 1, sem="acq_rel") == splits - 1:
             total = add_parts(partial_ptr + at, mask, splits, rows * n)
             tl.store(slot, 0)
-            tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+            _store_whole(total, row, live, column, within, out_ptr, row_weight_ptr, limit, n, GATED, LIMIT, ROW_WEIGHT)
     else:
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        _store_whole(acc, row, live, column, within, out_ptr, row_weight_ptr, limit, n, GATED, LIMIT, ROW_WEIGHT)
+
+
+@triton.jit
+def _store_whole(
+    acc, row, live, column, within, out_ptr, row_weight_ptr, limit, n,
+    GATED: tl.constexpr, LIMIT: tl.constexpr, ROW_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    if GATED:  # rows of the weight come in turns of 32, see `swiglu.interleave`
+        N: tl.constexpr = acc.shape[0]
+        M: tl.constexpr = acc.shape[1]
+        turns = tl.permute(tl.reshape(acc.to(tl.bfloat16), [N // 64, 2, 32, M]), (0, 2, 3, 1))
+        gate, up = tl.split(turns)
+        h = tl.reshape(gated(gate.to(tl.float32), up.to(tl.float32), limit, LIMIT), [N // 2, M])
+        if ROW_WEIGHT:
+            h *= tl.load(row_weight_ptr + row, mask=live, other=0.0)[None, :]
+        half = n // 2
+        column = tl.program_id(0) * (N // 2) + tl.arange(0, N // 2)
+        mask = live[None, :] & (column < half)[:, None]
+        tl.store(out_ptr + row[None, :] * half + column[:, None], h.to(tl.bfloat16), mask=mask)
+    else:
+        mask = live[None, :] & within[:, None]
+        tl.store(out_ptr + row[None, :] * n + column[:, None], acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _words_kernel(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, index_ptr, out_ptr, partial_ptr, counter_ptr, m, rows, n, scale_rows,
-    groups, K: tl.constexpr, MODE: tl.constexpr, VALUES: tl.constexpr, X_FP8: tl.constexpr, SPLIT: tl.constexpr,
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, index_ptr, out_ptr, partial_ptr, counter_ptr, row_weight_ptr, limit,
+    m, rows, n, scale_rows, groups, GATED: tl.constexpr, LIMIT: tl.constexpr, ROW_WEIGHT: tl.constexpr,
+    K: tl.constexpr, MODE: tl.constexpr, VALUES: tl.constexpr, X_FP8: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ATOMS: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `_upcast_kernel`, for packed weights. A step takes ATOMS times 128 columns; each of its VALUES / 2 pieces is a product
@@ -312,7 +347,8 @@ def _words_kernel(
                 x = (x.to(tl.float32) * (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)).to(tl.bfloat16)
             acc = dot(_decode_words(words, scale, i, VALUES, PAIRS), tl.trans(x), acc)
     acc *= 281474976710656.0  # 2^48: see FIELD
-    _store_product(acc, row, live, column, within, tile, split, out_ptr, partial_ptr, counter_ptr, rows, n, SPLIT)
+    _store_product(acc, row, live, column, within, tile, split, out_ptr, partial_ptr, counter_ptr, row_weight_ptr, limit,
+                   rows, n, SPLIT, GATED, LIMIT, ROW_WEIGHT)  # fmt: skip
 
 
 _BOTH_HALVES = "{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, $2; mov.b32 both, "

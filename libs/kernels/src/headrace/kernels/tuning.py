@@ -99,7 +99,8 @@ def tailed(block_m: int, **others: int) -> dict[str, int]:
 def gemm_upcast(name: str, m: int, n: int, k: int, batch_invariant: bool) -> dict[str, int]:
     """ATOMS: times 128 columns of K in a step, PAIRS: how two values are scaled, both of packed formats."""
     if INTERPRETED:
-        return {"BLOCK_M": 16, "BLOCK_N": 32, "ATOMS": 1 + m % 2, "PAIRS": 0, "WAVES": 2, "STAGES": 1, "num_warps": 4}
+        tile = {"BLOCK_M": 16, "BLOCK_N": 32 if n < 128 else 64, "ATOMS": 1 + m % 2, "PAIRS": 0}
+        return tile | {"WAVES": 2, "STAGES": 1, "num_warps": 4}
     if name.endswith("_words"):
         return _gemm_words(name, m, n, k, batch_invariant)
     if batch_invariant:

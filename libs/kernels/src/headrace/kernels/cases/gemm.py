@@ -6,6 +6,7 @@ import torch
 
 from headrace.kernels import gemm_fp8, gemm_upcast, peers, quantize
 from headrace.kernels.cases import Case, Problem, generator, randn, random_fp8
+from headrace.kernels.swiglu import swiglu
 
 # n, k of the benchmark tables: V4.1 projections, then the V3 family's
 DENSE = [
@@ -46,12 +47,16 @@ def cases() -> Iterator[Case]:
         yield upcast_grouped(name, 3, 64, 256, "small", masked=False)
         yield upcast_grouped(name, 3, 64, 256, "small", masked=True)
         yield upcast_side_by_side(name, 18, 2, 64, 256, "small")
+        yield upcast_gated(name, 384, 256, 256, "small", grouped=True)
+        yield upcast_gated(name, 70, 4608, 2560, "full", grouped=False)
+        yield upcast_gated(name, 768, 4608, 2560, "full", grouped=True)
         for m in (1, 50, 300):
             yield upcast(name, m, 1120, 2304, name != "bf16", "full")
         for masked in (False, True):
             yield upcast_grouped(name, 6, 640, 1280, "full", masked)
         yield upcast_side_by_side(name, 70, 8, 192, 1280, "full")
         yield upcast_grouped(name, 6, 640, 1280, "full", masked=False, rows=200)  # more rows than the alignment
+    yield upcast_gated("fp8_words", 5, 256, 512, "small", grouped=False)
     for n, k in [(1280, 5120), (32768, 1280), (5120, 8192), (4608, 5120)]:
         for m in (1, 64, 4096):
             for name in ("fp8", "fp8_words"):
@@ -118,6 +123,25 @@ def upcast_grouped(
         6e-3, size, timed, flops=2.0 * total * n * k, bytes=groups * n * k * BYTES[name] + total * (2 * k + 2 * n),
         ceiling="copy" if masked else "bf16",
     )  # fmt: skip
+
+
+def upcast_gated(name: str, m: int, n: int, k: int, size: str, grouped: bool) -> Case:
+    """SwiGLU as a product's epilogue: bit for bit what its own kernel makes of the product."""
+
+    def build(device: torch.device, seed: int) -> Problem:
+        weight, _ = _small_weight(name, (3, n, k) if grouped else (n, k), device, seed)
+        x = randn((m, k), device, seed + 1, torch.bfloat16)
+        row_weight = randn((m,), device, seed + 2).abs() if grouped else None
+        rows = _segments(3, m, seed)[0].to(device) if grouped else None
+        plain = gemm_upcast.gemm_upcast
+        return Problem(
+            run=lambda: plain(x, *weight, group_of_row=rows, swiglu=(0.5, row_weight)),
+            reference=lambda: swiglu(plain(x, *weight, group_of_row=rows), 0.5, row_weight, None, rows, interleaved=True),
+            select=lambda out: out[rows >= 0] if grouped else out,
+        )
+
+    shape = f"{name} {m}x{n}x{k}" + ", 3 groups" * grouped
+    return Case("gemm_upcast swiglu", shape, build, 0.0, size)
 
 
 def upcast_side_by_side(name: str, m: int, groups: int, n: int, k: int, size: str, timed: bool = False) -> Case:

@@ -36,6 +36,7 @@ def cases() -> Iterator[Case]:
     for rows, size in [(7, "small"), (1000, "full"), (16384, "full")]:
         for form in (None, "fp8_ue8m0", "fp8_fp32"):
             yield activation(rows, 256 if size == "small" else 2304, form, size, timed=rows > 1000)
+    yield activation(7, 256, None, "small", timed=False, interleaved=True)
     for tokens, dim, size in [(3, 128, "small"), (129, 5120, "full"), (4096, 5120, "full"), (64, 5120, "full")]:
         yield streams(tokens, dim, size, timed=tokens in (4096, 64))
     for tokens, dim, size in [(5, 64, "small"), (600, 128, "full")]:
@@ -152,7 +153,7 @@ def index_queries(rows: int, heads: int, size: str, timed: bool = False) -> Case
     return _case("rope_fp4", f"{rows} rows, {heads} heads of 128", build, 3e-2, size, timed, rows * (heads * 512 + 256))
 
 
-def activation(rows: int, inner: int, form: str | None, size: str, timed: bool) -> Case:
+def activation(rows: int, inner: int, form: str | None, size: str, timed: bool, interleaved: bool = False) -> Case:
     def build(device: torch.device, seed: int) -> Problem:
         x = randn((rows, 2 * inner), device, seed, torch.bfloat16) * 6
         weight = randn((rows,), device, seed + 1).abs()
@@ -166,13 +167,14 @@ def activation(rows: int, inner: int, form: str | None, size: str, timed: bool) 
             return getattr(quantize_kernels.quantize, name)(values, scales)
 
         return Problem(
-            run=lambda: swiglu.swiglu(x, 10.0, weight, form, groups if form is None else None),
-            reference=lambda: swiglu.swiglu_reference(x, 10.0, weight, form),
+            run=lambda: swiglu.swiglu(x, 10.0, weight, form, groups if form is None else None, interleaved),
+            reference=lambda: swiglu.swiglu_reference(x, 10.0, weight, form, interleaved),
             select=dequantised,
         )
 
     out = {None: 2, "fp8_ue8m0": 1 + 1 / 32, "fp8_fp32": 1 + 4 / 128}[form]
-    return _case("swiglu", f"{rows}x{inner} {form or 'bf16'}", build, 1e-2, size, timed, rows * inner * (4 + out))
+    name = f"{rows}x{inner} {form or 'bf16'}" + " in turns" * interleaved
+    return _case("swiglu", name, build, 1e-2, size, timed, rows * inner * (4 + out))
 
 
 def streams(tokens: int, dim: int, size: str, timed: bool) -> Case:

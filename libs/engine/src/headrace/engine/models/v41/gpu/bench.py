@@ -107,7 +107,7 @@ class RandomWeights(Weights):
         values = torch.randn(spec.shape, generator=self.draw, device=self.device) * spec.shape[-1] ** -0.5
         return (values + (1.0 if name.endswith("norm.weight") else 0.0)).to(dtype or torch.bfloat16)
 
-    def _weight(self, names: list[list[str]], kind: str, grouped: bool) -> Weight:
+    def _weight(self, names: list[list[str]], kind: str, grouped: bool, in_turns: bool = False) -> Weight:
         specs: list[TensorSpec] = [self.schema[part[0]] for part in names]
         rows, columns = sum(spec.shape[0] for spec in specs), specs[0].shape[1]
         lead = (len(names[0]),) if grouped else ()
@@ -512,6 +512,7 @@ def arguments_for(program: str, text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--plain", action="store_true", help="weights as they are stored, not packed as the loader does")
     parser.add_argument("--eager", action="store_true", help="without captured graphs: to find out what fails")
     parser.add_argument("--one-stream", action="store_true", help="nothing runs beside a captured pass, as above")
+    parser.add_argument("--apart", action="store_true", help="SwiGLU in launches of its own, not as a product's epilogue")
     parser.add_argument("--small", action="store_true", help="the smallest dimensions: only to try the command")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     return parser
@@ -556,7 +557,7 @@ def main(arguments: list[str] | None = None) -> int:
     rate = options.tbs * 1e12 or (copy_rate(device) if device.type == "cuda" else 1e10)
     rates = matrix_rates(device) if device.type == "cuda" else {}
     model = build(config, device, not options.eager, not options.plain)
-    model.overlap = not options.one_stream
+    model.overlap, model.fused = not options.one_stream, not options.apart
     began = time.perf_counter()
     balance(model, 256 if device.type == "cuda" else 16, 24 if device.type == "cuda" else 4)
     forget(model)
@@ -564,7 +565,7 @@ def main(arguments: list[str] | None = None) -> int:
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     measured = {"tb_per_s": rate / 1e12, **{f"{name}_tflops": value / 1e12 for name, value in rates.items()}}
     shape = {"layers": options.layers, "experts": options.experts, "packed": not options.plain, "overlap": model.overlap}
-    rows.say({"card": card, "torch": torch.__version__} | shape | measured)
+    rows.say({"card": card, "torch": torch.__version__} | shape | {"fused": model.fused} | measured)
     for context in options.context:
         for batch in options.batch:
             parts = batch in options.parts

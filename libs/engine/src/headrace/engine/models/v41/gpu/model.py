@@ -123,6 +123,7 @@ class V41Gpu:
         self.frequencies = torch.stack([rope_frequencies(c, kind) for kind in (False, True)]).to(device, torch.float32)
         self.first_stream = torch.eye(1, c.hc_mult, device=device).repeat(FEW, 1)  # coefficients that take the first
         self.captured: dict[tuple, Graph] = {}
+        self.fused = True  # whether SwiGLU is an epilogue; the result is the same
         self.overlap = True  # whether captured passes use the streams below
         self.mixing, self.aside = Beside(device, 1), Beside(device, 2)
 
@@ -558,31 +559,23 @@ class V41Gpu:
         tile = ALIGNMENT if invariant else _tile(cdiv(2 * experts.numel(), ffn.count))
         row_of_choice, group_of_row, weight_of_row = plan_choices(experts, weights, ffn.count, tile)
         grouped = permute(x, row_of_choice, group_of_row.shape[0])
-        hidden = _grouped(ffn.w_in, grouped, group_of_row=group_of_row, tile=tile, invariant=invariant)
-        hidden = swiglu(hidden, c.swiglu_limit, weight_of_row, group_of_row=group_of_row)
-        routed = _grouped(ffn.w_out, hidden, group_of_row=group_of_row, tile=tile, invariant=invariant)
+        layout = {"group_of_row": group_of_row, "expected_rows": tile, "alignment": tile}
+        hidden = self._gated(ffn.w_in, grouped, weight_of_row, **layout)
+        routed = ffn.w_out(hidden, invariant=invariant, **layout)
         self.aside.join()
         return combine(routed, row_of_choice, None, shared)
 
     def _shared(self, ffn: Experts, x: torch.Tensor) -> torch.Tensor:
         """The expert that every row takes: [T, d] -> [T, d]."""
-        invariant = self.batch_invariant
-        return ffn.shared_out(swiglu(ffn.shared_in(x, invariant=invariant), self.config.swiglu_limit), invariant=invariant)
+        return ffn.shared_out(self._gated(ffn.shared_in, x), invariant=self.batch_invariant)
 
-
-def _grouped(
-    weight: Weight,
-    x: torch.Tensor,
-    *,
-    group_of_row: torch.Tensor,
-    tile: int,
-    invariant: bool = False,
-) -> torch.Tensor:
-    """`tile`: what a group's rows begin at multiples of, and about as many as a group has."""
-    return gemm_upcast(
-        x, weight.data, weight.scale, weight.name, group_of_row=group_of_row, expected_rows=tile, alignment=tile,
-        batch_invariant=invariant,
-    )  # fmt: skip
+    def _gated(self, weight: Weight, x: torch.Tensor, row_weight: torch.Tensor | None = None, **layout: Any) -> torch.Tensor:
+        """An expert's first product and SwiGLU: [rows, k] -> [rows, inner]. `layout`: of grouped rows."""
+        limit, invariant = self.config.swiglu_limit, self.batch_invariant
+        if self.fused:
+            return weight(x, invariant=invariant, swiglu=(limit, row_weight), **layout)
+        wide = weight(x, invariant=invariant, **layout)
+        return swiglu(wide, limit, row_weight, group_of_row=layout.get("group_of_row"), interleaved=True)
 
 
 def _tile(rows: int) -> int:

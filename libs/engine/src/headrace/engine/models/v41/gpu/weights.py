@@ -6,12 +6,15 @@ element stays one; packed at load, it is cheap to decode in a product. Does not 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from headrace.kernels.gemm_upcast import FIELD, gemm_upcast, held
 from headrace.kernels.mhc import split_projection
+from headrace.kernels.swiglu import TURN, interleave
 
 from ....checkpoint import Checkpoint
 from ..config import ModelConfig
@@ -28,9 +31,11 @@ class Weight:
     scale: torch.Tensor | None
     name: str  # format of `gemm_upcast`
 
-    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16, invariant: bool = False) -> torch.Tensor:
-        """x bf16 [T, k] -> [T, n]."""
-        return gemm_upcast(x, self.data, self.scale, self.name, out_dtype=out_dtype, batch_invariant=invariant)
+    def __call__(
+        self, x: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16, invariant: bool = False, **options: Any
+    ) -> torch.Tensor:
+        """x bf16 [T, k] -> [T, n]; other options of `gemm_upcast`."""
+        return gemm_upcast(x, self.data, self.scale, self.name, out_dtype=out_dtype, batch_invariant=invariant, **options)
 
     @property
     def nbytes(self) -> int:
@@ -52,17 +57,18 @@ class Weights:
     def norm(self, name: str) -> torch.Tensor:
         return self.tensor(name, torch.bfloat16)
 
-    def linear(self, *names: str) -> Weight:
-        """One product; several names are stacked over their rows, in order. Their formats are the same."""
+    def linear(self, *names: str, in_turns: bool = False) -> Weight:
+        """One product; several names are stacked over their rows, in order or `in_turns` (`swiglu.interleave`). Their formats
+        are the same."""
         kinds = {self._format(self.schema[name]) for name in names}
         if len(kinds) != 1:
             raise ValueError(f"{', '.join(names)} have different formats: {', '.join(sorted(kinds))}")
-        return self._weight([[name] for name in names], kinds.pop(), grouped=False)
+        return self._weight([[name] for name in names], kinds.pop(), grouped=False, in_turns=in_turns)
 
     def experts(self, prefix: str, count: int, *parts: str) -> Weight:
-        """Experts 0..count-1 as groups; `parts` of one expert (w1, w3) are stacked over their rows."""
+        """Experts 0..count-1 as groups; of two parts of one expert (w1, w3) rows come in turns."""
         names = [[f"{prefix}.experts.{e}.{part}.weight" for e in range(count)] for part in parts]
-        return self._weight(names, self._format(self.schema[names[0][0]]), grouped=True)
+        return self._weight(names, self._format(self.schema[names[0][0]]), grouped=True, in_turns=len(parts) > 1)
 
     def groups(self, name: str, count: int) -> Weight:
         """A weight whose rows are `count` products of their own."""
@@ -76,24 +82,29 @@ class Weights:
     def _format(self, spec: TensorSpec) -> str:
         return FORMATS[spec.kind] if self.config.quantized else "bf16"
 
-    def _weight(self, names: list[list[str]], kind: str, grouped: bool) -> Weight:
+    def _weight(self, names: list[list[str]], kind: str, grouped: bool, in_turns: bool = False) -> Weight:
         """names[part][group]; parts are stacked over rows, groups get a dimension of their own."""
         dtype = torch.bfloat16 if kind == "bf16" else None
-        data = self._stack(names, dtype, grouped)
+        data = self._stack(names, dtype, grouped, TURN * in_turns)
         if kind == "bf16":
             return Weight(data, None, kind)
-        scale = self._stack([[scale_name(name) for name in part] for part in names], None, grouped)
+        turn = TURN * in_turns if kind == "mxfp4" else int(in_turns)  # an FP8 scale is for as many rows as a turn has
+        scale = self._stack([[scale_name(name) for name in part] for part in names], None, grouped, turn)
         return Weight(*held(data.view(torch.uint8) if kind == "mxfp4" else data, scale.view(torch.uint8), kind))
 
-    def _stack(self, names: list[list[str]], dtype: torch.dtype | None, grouped: bool) -> torch.Tensor:
-        """Bytes are joined as bytes: not every dtype here can be concatenated."""
+    def _stack(self, names: list[list[str]], dtype: torch.dtype | None, grouped: bool, turn: int) -> torch.Tensor:
+        """Bytes are joined as bytes: not every dtype here can be concatenated. turn: of how many rows; 0: in order."""
+
+        def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+            return interleave(*parts, turn) if turn else torch.cat(list(parts))
+
         parts = [[self.checkpoint.tensor(name) for name in part] for part in names]
         kind = dtype or parts[0][0].dtype
         parts = [[(t.to(dtype) if dtype else t.view(torch.uint8)) for t in part] for part in parts]
         if grouped:
-            whole = torch.stack([torch.cat(group) for group in zip(*parts, strict=True)])
+            whole = torch.stack([join(group) for group in zip(*parts, strict=True)])
         else:
-            whole = torch.cat([t for part in parts for t in part])
+            whole = join([t for part in parts for t in part])
         whole = whole.to(self.device)
         return (whole if dtype else whole.view(kind)).contiguous()
 
@@ -217,7 +228,7 @@ def block(w: Weights, prefix: str, experts: int, top_k: int) -> Layer:
             bias_vl=w.tensor(f"{ffn}.gate.bias_vl", torch.float32),
             w_in=w.experts(ffn, experts, "w1", "w3"),
             w_out=w.experts(ffn, experts, "w2"),
-            shared_in=w.linear(f"{ffn}.shared_experts.w1.weight", f"{ffn}.shared_experts.w3.weight"),
+            shared_in=w.linear(f"{ffn}.shared_experts.w1.weight", f"{ffn}.shared_experts.w3.weight", in_turns=True),
             shared_out=w.linear(f"{ffn}.shared_experts.w2.weight"),
             count=experts,
             top_k=top_k,
