@@ -7,10 +7,13 @@ collapse: u = sum_i pre_i X_i.  expand: X'_k = post_k o + sum_j comb[j, k] X_j. 
 `mhc_pass` does expand, collapse and the projection for the next mix in one reading of X. Source: DeepSeek-V4.1 release.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from headrace.kernels import tuning
 from headrace.kernels._triton import cdiv, dot, next_power_of_2, processor_count, tl, to_bf16, triton
+from headrace.kernels.routing import combine_reference
 
 STREAMS = 4
 COEFFICIENTS = 24
@@ -43,6 +46,19 @@ def expand_reference(o: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb:
     return (post.unsqueeze(-1) * o.float().unsqueeze(1) + mixed).to(torch.bfloat16)
 
 
+class Routed(NamedTuple):
+    """What `routing.combine` takes: y bf16 [rows, D], row_of_choice int32 [T, k], shared bf16 [T, D]."""
+
+    y: torch.Tensor
+    row_of_choice: torch.Tensor
+    shared: torch.Tensor
+
+
+def combined_reference(o: Routed) -> torch.Tensor:
+    """bf16 [T, D]."""
+    return combine_reference(o.y, o.row_of_choice, None, o.shared)
+
+
 def split_projection(fn: torch.Tensor) -> torch.Tensor:
     """fn fp32 [24, 4 D] -> bf16 [48, 4 D]: fn rounded, then what is left of it, rounded; together 16 bits of each weight."""
     high = fn.to(torch.bfloat16)
@@ -51,12 +67,13 @@ def split_projection(fn: torch.Tensor) -> torch.Tensor:
 
 def mhc_pass(
     x: torch.Tensor,
-    expand: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    expand: tuple[torch.Tensor | Routed, torch.Tensor, torch.Tensor] | None = None,
     pre: torch.Tensor | None = None,
     fn: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """One reading of x bf16 [T, 4, D]. expand = (o bf16 [T, D], post, comb): x becomes the expanded streams first.
+    """One reading of x bf16 [T, 4, D]. expand = (o bf16 [T, D], post, comb): x becomes the expanded streams first;
+    a `Routed` o is combined on the way, bit for bit as `routing.combine` does it.
 
     fn bf16 [48, 4 D] from `split_projection`, made once at load; an fp32 [24, 4 D] is split in every call. Returns (streams:
     x itself without expand, u = collapse with pre or None, parts fp32 [splits, T, 64] for `mhc_coefficients` with fn or None).
@@ -78,12 +95,14 @@ def mhc_pass(
     splits = cdiv(chunks, per_split)
     parts = torch.empty(splits, tokens, 64, dtype=torch.float32, device=x.device) if fn is not None else None
     o, post, comb = expand if expand is not None else (x, x, x)
+    o, choices, shared = (part.contiguous() for part in o) if isinstance(o, Routed) else (o, None, None)
     if tokens:
         _pass_kernel[(rows, splits)](
-            x, o, post, comb, pre if pre is not None else x, fn if fn is not None else x, out,
-            u if u is not None else x, parts if parts is not None else x, tokens, dim, chunks, per_split,
-            EXPAND=expand is not None, COLLAPSE=pre is not None, MIX=fn is not None, BLOCK_T=config["BLOCK_T"], BLOCK_D=block,
-            STAGES=config["STAGES"], num_warps=config["num_warps"],
+            x, o, x if choices is None else choices, x if shared is None else shared, post, comb,
+            x if pre is None else pre, x if fn is None else fn, out, x if u is None else u, x if parts is None else parts,
+            tokens, dim, chunks, per_split, TOP_K=0 if choices is None else choices.shape[1], EXPAND=expand is not None,
+            COLLAPSE=pre is not None, MIX=fn is not None, BLOCK_T=config["BLOCK_T"], BLOCK_D=block, STAGES=config["STAGES"],
+            num_warps=config["num_warps"],
         )  # fmt: skip
     return out, u, parts
 
@@ -105,9 +124,9 @@ def mhc_coefficients(
 
 @triton.jit
 def _pass_kernel(
-    x_ptr, o_ptr, post_ptr, comb_ptr, pre_ptr, fn_ptr, out_ptr, u_ptr, part_ptr, tokens, dim, chunks, per_split,
-    EXPAND: tl.constexpr, COLLAPSE: tl.constexpr, MIX: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
+    x_ptr, o_ptr, choice_ptr, shared_ptr, post_ptr, comb_ptr, pre_ptr, fn_ptr, out_ptr, u_ptr, part_ptr, tokens, dim, chunks,
+    per_split, TOP_K: tl.constexpr, EXPAND: tl.constexpr, COLLAPSE: tl.constexpr, MIX: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < tokens
@@ -142,7 +161,10 @@ def _pass_kernel(
             f2 = tl.load(f + 2 * dim, mask=real, other=0.0)
             f3 = tl.load(f + 3 * dim, mask=real, other=0.0)
         if EXPAND:
-            o = tl.load(o_ptr + (token * dim)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+            if TOP_K:
+                o = _combined(o_ptr, choice_ptr, shared_ptr, token, live, column, dim, TOP_K)
+            else:
+                o = tl.load(o_ptr + (token * dim)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
             x0, x1, x2, x3 = y0.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32), y3.to(tl.float32)
             y0 = to_bf16(b0 * o + (a00 * x0 + a10 * x1 + (a20 * x2 + a30 * x3)))
             y1 = to_bf16(b1 * o + (a01 * x0 + a11 * x1 + (a21 * x2 + a31 * x3)))
@@ -166,6 +188,18 @@ def _pass_kernel(
         row = part_ptr + (split.to(tl.int64) * tokens + token)[None, :] * 64 + coefficient[:, None]
         total = tl.sum(squares, 1)
         tl.store(row, tl.where((coefficient == 48)[:, None], total[None, :], acc), mask=live[None, :])
+
+
+@triton.jit
+def _combined(y_ptr, choice_ptr, shared_ptr, token, live, column, dim, TOP_K: tl.constexpr):
+    """As `routing.combine`, in its order and with its roundings, as fp32."""
+    total = tl.zeros([token.shape[0], column.shape[0]], tl.float32)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(choice_ptr + token * TOP_K + k, mask=live, other=-1).to(tl.int64)
+        at = y_ptr + (row * dim)[:, None] + column[None, :]
+        total += tl.load(at, mask=(row >= 0)[:, None], other=0.0).to(tl.float32)
+    shared = tl.load(shared_ptr + (token * dim)[:, None] + column[None, :], mask=live[:, None], other=0.0)
+    return to_bf16(to_bf16(total).to(tl.float32) + shared.to(tl.float32)).to(tl.float32)
 
 
 @triton.jit

@@ -39,6 +39,8 @@ def cases() -> Iterator[Case]:
     yield activation(7, 256, None, "small", timed=False, interleaved=True)
     for tokens, dim, size in [(3, 128, "small"), (129, 5120, "full"), (4096, 5120, "full"), (64, 5120, "full")]:
         yield streams(tokens, dim, size, timed=tokens in (4096, 64))
+    for tokens, dim, size in [(5, 64, "small"), (64, 5120, "full")]:
+        yield routed_streams(tokens, dim, size)
     for tokens, dim, size in [(5, 64, "small"), (600, 128, "full")]:
         for parts in itertools.product((False, True), repeat=3):
             yield some_streams(tokens, dim, *parts, size)
@@ -199,6 +201,25 @@ def streams(tokens: int, dim: int, size: str, timed: bool) -> Case:
 
     bound = (3e-3, 6e-3, 2e-4, 2e-4, 2e-4)
     return _case("mhc", f"{tokens}x4x{dim}", build, bound, size, timed, tokens * dim * 2 * (4 + 1 + 4 + 1) + 96 * 4 * dim)
+
+
+def routed_streams(tokens: int, dim: int, size: str) -> Case:
+    """Experts' rows that are combined on the way, bit for bit as if they had been before."""
+
+    def build(device: torch.device, seed: int) -> Problem:
+        x = randn((tokens, 4, dim), device, seed, torch.bfloat16)
+        shared = randn((tokens, dim), device, seed + 1, torch.bfloat16)
+        rows = torch.randperm(4 * tokens, generator=generator(device, seed), device=device).int()
+        rows = rows[: 3 * tokens].view(tokens, 3)
+        rows[0, 1] = -1
+        routed = mhc.Routed(randn((4 * tokens, dim), device, seed + 2, torch.bfloat16), rows, shared)
+        post, comb = randn((tokens, 4), device, seed + 3), randn((tokens, 4, 4), device, seed + 4)
+        return Problem(
+            run=lambda: mhc.mhc_pass(x, (routed, post, comb), post)[:2],
+            reference=lambda: mhc.mhc_pass(x, (mhc.combined_reference(routed), post, comb), post)[:2],
+        )
+
+    return Case("mhc of routed rows", f"{tokens}x4x{dim}", build, 0.0, size)
 
 
 def some_streams(tokens: int, dim: int, expand: bool, collapse: bool, mix: bool, size: str) -> Case:

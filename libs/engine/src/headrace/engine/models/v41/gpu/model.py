@@ -20,7 +20,7 @@ from headrace.kernels.gemm_upcast import gemm_upcast
 from headrace.kernels.indexer import CANDIDATE_BLOCK, block_max, index_scores
 from headrace.kernels.kv_layouts import PagedKV
 from headrace.kernels.kv_store import kv_store
-from headrace.kernels.mhc import mhc_coefficients, mhc_pass
+from headrace.kernels.mhc import Routed, mhc_coefficients, mhc_pass
 from headrace.kernels.rmsnorm import rmsnorm
 from headrace.kernels.rope import rope, rope_fp4, rope_tables
 from headrace.kernels.routing import ALIGNMENT, combine, permute, plan_choices, route
@@ -123,7 +123,7 @@ class V41Gpu:
         self.frequencies = torch.stack([rope_frequencies(c, kind) for kind in (False, True)]).to(device, torch.float32)
         self.first_stream = torch.eye(1, c.hc_mult, device=device).repeat(FEW, 1)  # coefficients that take the first
         self.captured: dict[tuple, Graph] = {}
-        self.fused = True  # whether SwiGLU is an epilogue; the result is the same
+        self.fused = True  # whether SwiGLU is an epilogue and few rows are combined by mHC's pass; the result is the same
         self.overlap = True  # whether captured passes use the streams below
         self.mixing, self.aside = Beside(device, 1), Beside(device, 2)
 
@@ -549,8 +549,9 @@ class V41Gpu:
 
     def _experts(
         self, ffn: Experts, x: torch.Tensor, live: torch.Tensor | None = None, inside: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[T, d] -> [T, d]; rows that are not `live` reach no routed expert; rows `inside` an image have their own bias."""
+    ) -> torch.Tensor | Routed:
+        """[T, d] -> [T, d], or what mHC's pass is to combine to it. Rows not `live` reach no routed expert; rows `inside`
+        an image have their own bias."""
         c, invariant = self.config, self.batch_invariant
         shared = self.aside.run(self._shared, ffn, x)
         logits = ffn.gate(x, torch.float32, invariant)
@@ -563,6 +564,8 @@ class V41Gpu:
         hidden = self._gated(ffn.w_in, grouped, weight_of_row, **layout)
         routed = ffn.w_out(hidden, invariant=invariant, **layout)
         self.aside.join()
+        if self.fused and len(x) <= SIZES[-1]:  # rows of a decode graph: the pass that follows is short of work
+            return Routed(routed, row_of_choice, shared)
         return combine(routed, row_of_choice, None, shared)
 
     def _shared(self, ffn: Experts, x: torch.Tensor) -> torch.Tensor:
