@@ -19,6 +19,7 @@ COMMANDS = {
     "carry": "weights in small pieces, to continue on another machine",
     "export": "write the released layout and the model card",
     "evaluate": "ask the running system everything that the card claims",
+    "card": "put newer results of `evaluate` into a checkpoint's card",
 }
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ SOURCES = {
     "code": ("the standard library of Python", "PSF-2.0"),
     "gym": ("tasks of reasoning-gym", "Apache-2.0"),
 }  # fmt: skip
+EVALUATED, LIMITS = "## Evaluated through the running system", "## Limits"  # what `refresh` puts anew lies between them
 WORDNET_LICENCE = Path(__file__).with_name("wordnet_licence.txt")  # must go with whatever is made of it
 
 
@@ -107,22 +109,50 @@ def text(run: Run, out: Path, history: list[dict[str, Any]], shares: dict[str, f
     if measured:
         lines += ["## Measured offline", "", "`python -m models.training measure`, on held-out slots:", ""]
         lines += [*_table(measured), ""]
-    if evaluation:
-        lines += ["## Evaluated through the running system", ""]
-        lines += ["`python -m models.training evaluate`, over HTTP, on held-out slots, temperature "
-                  f"{evaluation.get('temperature')}, 95 % Wilson intervals:", "", *_results(evaluation), ""]  # fmt: skip
-        if evaluation.get("samples"):
-            lines += ["## Ten samples, not selected", ""]
-            for sample in evaluation["samples"]:
-                lines += [f"> **{_line(sample['asked'])}**", ">", f"> {_line(sample['answer'])}", ""]
+    lines += _evaluated(evaluation)
     longest = max((json.loads(f.read_text())["contexts"][-1] for f in run.folder.glob("data-*.json")), default=0)
-    lines += ["## Limits", "", f"- Trained on contexts of up to {longest:,} tokens; longer ones are untried.",
+    lines += [LIMITS, "", f"- Trained on contexts of up to {longest:,} tokens; longer ones are untried.",
               *(["- Pictures were 126 x 126 pixels; it misreads others."] if c.vision else []),
               "- Sums were trained, and are evaluated, with thinking; without it they are often wrong.",
               "- Facts beyond the tables in `models/training/generators/facts.py` are made up.",
               "- Refusals were trained with a few sentences only; they protect from nothing.",
               *(f"- {note}" for note in notes), ""]  # fmt: skip
     return "\n".join(lines)
+
+
+def _evaluated(evaluation: dict[str, Any]) -> list[str]:
+    """The sections that `evaluate` fills."""
+    if not evaluation:
+        return []
+    lines = [EVALUATED, "", "`python -m models.training evaluate`, over HTTP, on held-out slots, temperature "
+             f"{evaluation.get('temperature')}, 95 % Wilson intervals:", "", *_results(evaluation), ""]  # fmt: skip
+    if evaluation.get("samples"):
+        lines += ["## Ten samples, not selected", ""]
+        for sample in evaluation["samples"]:
+            lines += [f"> **{_line(sample['asked'])}**", ">", f"> {_line(sample['answer'])}", ""]
+    return lines
+
+
+def refresh(out: Path) -> None:
+    """Put what evaluation.json says into the card that is there; all else in it stays. ValueError if it is no card of ours."""
+    card, evaluation = out / "README.md", _read(out / "evaluation.json")
+    if not evaluation:
+        raise ValueError(f"{out} has no evaluation.json; `evaluate --json {out}/evaluation.json` writes it")
+    lines = card.read_text().split("\n")
+    if LIMITS not in lines:
+        raise ValueError(f"{card} has no line {LIMITS!r}: `export` did not write it")
+    limits = lines.index(LIMITS)
+    begin = lines.index(EVALUATED) if EVALUATED in lines[:limits] else limits
+    card.write_text("\n".join([*lines[:begin], *_evaluated(evaluation), *lines[limits:]]))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=Path, help="an exported checkpoint's folder, with README.md and evaluation.json")
+
+
+def main(args: argparse.Namespace) -> None:
+    """Put newer results of `evaluate` into a checkpoint's card, without the run that it was exported from."""
+    refresh(args.checkpoint)
 
 
 def _table(values: dict[str, Any]) -> list[str]:

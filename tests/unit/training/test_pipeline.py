@@ -150,6 +150,29 @@ def test_all_stages_lead_to_a_checkpoint_that_is_served(trained, tmp_path):
         export(trained, tmp_path / "micro")
 
 
+def test_newer_results_come_into_the_card_and_leave_the_rest(trained, tmp_path):
+    export(trained, tmp_path / "one")
+    result = {"share": 0.5, "interval": [0.4, 0.6], "n": 80}
+    report = {"temperature": 0.0, "results": {"sums": result}, "numbers": {"speed": 12.5}}
+    with pytest.raises(ValueError, match=r"has no evaluation\.json"):
+        card.refresh(tmp_path / "one")
+    cards = []
+    for results in ({"sums": result}, {"sums": result, "tools": result | {"n": 500}}):
+        (tmp_path / "one" / "evaluation.json").write_text(json.dumps(report | {"results": results}))
+        card.write(trained, tmp_path / "one", ["A note that a person wrote."])
+        cards.append((tmp_path / "one" / "README.md").read_text())
+    assert "| tools | 50.0% | 40.0% to 60.0% | 500 |" in cards[1] and cards[0] != cards[1]
+    for text in (cards[0], cards[0].replace("## Evaluated through", "## Once evaluated through")):
+        (tmp_path / "one" / "README.md").write_text(text)
+        assert main(["card", str(tmp_path / "one")]) == 0
+        if text == cards[0]:
+            assert (tmp_path / "one" / "README.md").read_text() == cards[1]
+        assert "| tools |" in (tmp_path / "one" / "README.md").read_text()
+    (tmp_path / "one" / "README.md").write_text("mine")
+    with pytest.raises(ValueError, match="has no line '## Limits'"):
+        card.refresh(tmp_path / "one")
+
+
 def test_a_run_that_begins_from_an_export_has_its_weights_and_its_story(trained, made, tmp_path):
     """Stored again, every value is what was stored: of the target, the draft and the image side; and it can be trained on."""
     export(trained, tmp_path / "one")
