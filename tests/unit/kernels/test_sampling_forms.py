@@ -11,6 +11,8 @@ import sys
 import pytest
 import torch
 
+from headrace.kernels import tune, tuning
+from headrace.kernels.cases import all_cases
 from headrace.kernels.sampling import SamplingRows, noise_key, sample_reference, uniform_reference
 
 PARTS = {"FORM": 1, "PART": 64, "GROUPS": 16, "DENSE": 64, "BITS": 2, "num_warps": 4, "JOIN_WARPS": 4}
@@ -41,6 +43,10 @@ FORMS = [
     ("sample", "sample", PARTS),
     ("sample", "sample", PARTS | {"PART": 512, "GROUPS": 4, "DENSE": 512, "BITS": 4}),  # one part a row, all tokens fit
     ("verify_drafts", "verify_drafts", {"FORM": 1, "PART": 64, "num_warps": 4}),
+    ("topk", "topk", {"FORM": 2, "LANES": 16, "STRIPS": 8, "num_warps": 4}),  # both ways to the k-th
+    ("topk", "topk", {"FORM": 2, "LANES": 32, "STRIPS": 2, "num_warps": 4}),  # three levels at 20,000
+    ("route", "route", {"FORM": 1, "num_warps": 1}),
+    ("route", "route", {"FORM": 2, "num_warps": 1}),
 ]
 
 
@@ -155,3 +161,59 @@ def test_kernels_draw_the_largest_noise_as_the_reference(form):
     drawn = run(NOISE, TIED_SEED, TIED_TOKEN, form)
     assert all(ours == theirs for ours, theirs in drawn)
     assert drawn[0][0] == TIED_TOKEN != drawn[1][0]
+
+
+CHOICES = """
+import json, sys, torch
+from headrace.kernels import tuning
+from headrace.kernels.routing import route, route_reference
+from headrace.kernels.topk import topk, topk_reference
+table, form = map(json.loads, sys.argv[1:])
+setattr(tuning, table, lambda *_: form)
+inf = float("inf")
+g = torch.Generator().manual_seed(1)
+if table == "route":
+    bias = torch.randn(24, generator=g)
+    bias[3], bias[7], bias[20:] = -inf, -inf, -inf
+    equal = torch.full((2, 24), 0.5)
+    for logits, b, k in ((equal, None, 6), (equal, torch.zeros(24), 24), (equal * -90, None, 3),
+                         (torch.randn(3, 24, generator=g) * 20, bias, 20), (torch.randn(1, 1, generator=g), None, 1)):
+        print(json.dumps([t[0].tolist() for t in (route(logits, b, k), route_reference(logits, b, k))]))
+else:
+    flat = torch.full((2, 400), -0.0)
+    flat[0, ::3] = 0.0
+    few = torch.full((2, 401), -inf)
+    few[0, 400], few[1, 5], few[1, 390] = -1.0, 3.0, 3.0
+    near = 1 + torch.arange(1000).flip(0).view(1, 1000) % 37 * 2.0**-23
+    for scores, k, lengths in ((flat, 7, None), (few, 9, [401, 300]), (near, 30, [999]), (near.repeat(2, 1), 120, None),
+                               (torch.randn(1, 1, generator=g), 4, None), (-near, 33, [64])):
+        n = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+        print(json.dumps([topk(scores, k, n).tolist(), topk_reference(scores, k, n).tolist()]))
+"""
+
+
+@pytest.mark.parametrize(("table", "form"), [form[1:] for form in FORMS if form[1] in ("topk", "route")], ids=str)
+def test_choices_among_equals_and_absent_ones(table, form):
+    results = run(CHOICES, table, form)
+    assert len(results) >= 5
+    for ours, theirs in results:
+        assert ours == theirs
+
+
+def test_a_race_of_these_operations_has_the_present_form_and_others():
+    raced = {}
+    for case in all_cases():
+        if case.timed and case.op in ("sample", "verify_drafts", "topk", "route"):
+            name, configs = tune.candidates(case)
+            raced[case.op] = {c["FORM"] for c in configs}
+            assert callable(getattr(tuning, name))
+    assert raced == {"sample": {0, 1}, "verify_drafts": {0, 1}, "topk": {0, 1, 2}, "route": {0, 1, 2}}
+
+
+def test_rows_of_a_race():
+    case = next(c for c in all_cases() if c.op == "sample" and c.timed)
+    results = [(2e-6, 0.0, {"FORM": 1}), (float("inf"), 0.0, {"FORM": 0, "error": "does not fit"})]
+    best, failed = tune.rows(case, results, case.bytes / 1e-6)
+    assert best == {"op": "sample", "case": case.name, "config": {"FORM": 1}, "us": 2.0, "gbps": round(case.bytes / 2e3),
+                    "of_copy": 0.5, "difference": 0.0}  # fmt: skip
+    assert failed["config"]["error"] == "does not fit" and "us" not in failed

@@ -146,8 +146,8 @@ def _part_kernel(
             score = _share_of_noise(share, tl.load(key_ptr + row), at)
         winner = tl.min(tl.where(score == tl.max(score, 0), at, vocabulary - 1), 0)
     tl.store(held_ptr + row * 2 * PARTS + part, winner)
-    if FILTERS:
-        if filtered:  # noqa: SIM102 - the outer one is of the compiler
+    if FILTERS:  # noqa: SIM102 - decided when compiling, the next one when running
+        if filtered:
             if top_k > 0:
                 best = tl.max(tl.reshape(x, [PART // GROUPS, GROUPS]), 0)
                 tl.store(maxima_ptr + (row * PARTS + part) * GROUPS + tl.arange(0, GROUPS), best)
@@ -243,8 +243,8 @@ def _join_kernel(
     token = tl.min(tl.where(live & (score == tl.max(score, 0)), winner, vocabulary - 1), 0)
     if greedy:
         lowest = top
-    if FILTERS:
-        if filtered:  # noqa: SIM102 - the outer one is of the compiler
+    if FILTERS:  # noqa: SIM102 - decided when compiling, the next one when running
+        if filtered:
             held = tl.load(held_ptr + (row * 2 + 1) * PARTS + part, mask=live, other=0)
             found = tl.sum(held, 0) <= DENSE
             if found:

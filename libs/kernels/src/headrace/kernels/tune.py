@@ -1,14 +1,17 @@
-"""Search launch configurations: `python -m headrace.kernels.tune [--only TEXT] [--warm I/N] [--seconds N]`. Needs a GPU.
+"""Search launch configurations: `python -m headrace.kernels.tune [--only TEXT] [--processes N] [--seconds N] [--json]`.
 
 For each timed case it times every candidate of its operation's grid beside what `tuning` has now, compares outputs, and
 prints a table, best first; then it runs the check cases of those operations under every candidate. What is worth keeping
 goes by hand into `tuning`, whose tables are what runs. FP8 products: `tune_gemm`; latent attention: `tune_attention`.
---warm compiles first, in several processes.
+--processes compiles first, so many at a time. Needs a GPU. What has not run on a card yet, in a minute on 16 cores:
+
+    python -m headrace.kernels.tune --only "sample:|verify_drafts|topk|route" --processes 16 --seconds 55 --json
 """
 
 import argparse
 import itertools
 import json
+import subprocess
 import sys
 import time
 
@@ -31,7 +34,16 @@ SIMPLE = {  # operation: (function in `tuning`, candidates)
         + grid(FORM=(1,), BLOCK_N=(128,), TILES=(4, 16), STAGES=(1, 3), num_warps=(4,))
         + grid(FORM=(1,), BLOCK_N=(256,), TILES=(4,), STAGES=(1,), num_warps=(8,)),
     ),
-    "topk": ("topk", grid(FORM=(0,)) + grid(FORM=(1,), BITS=(4, 2), num_warps=(8, 16))),
+    "topk": (
+        "topk",
+        [{"FORM": 0}, *grid(FORM=(1,), BITS=(4, 2), num_warps=(8,))]
+        + [tuning.held(8, 8), tuning.held(16, 8), tuning.held(16, 4)],
+    ),
+    "sample": (
+        "sample",
+        [{"FORM": 0}, tuning.sample_parts(4096), tuning.sample_parts(8192), tuning.sample_parts(4096, num_warps=4)],
+    ),
+    "verify_drafts": ("verify_drafts", [{"FORM": 0}, *grid(FORM=(1,), PART=(4096, 8192), num_warps=(8,))]),
     "quantise": (
         "quantise",
         grid(FORM=(0,), ELEMENTS=(4096,), num_warps=(4,))
@@ -41,7 +53,7 @@ SIMPLE = {  # operation: (function in `tuning`, candidates)
     "rope": ("rope", grid(BLOCK_H=(64,), num_warps=(4, 8)) + grid(BLOCK_H=(16, 32), num_warps=(2, 4))),
     "engram_gather": ("engram_gather", grid(BLOCK=(8, 16, 32), num_warps=(4, 8))),
     "engram_gate": ("engram_gate", grid(num_warps=(4, 8, 16))),
-    "route": ("route", grid(num_warps=(1, 2))),
+    "route": ("route", [{"FORM": 0, "num_warps": 1}, *grid(FORM=(1, 2), num_warps=(1,)), {"FORM": 2, "num_warps": 2}]),
     "permute+combine": ("plan_rows", grid(BLOCK=(1024, 4096, 8192), num_warps=(4, 8))),
 }
 
@@ -99,7 +111,7 @@ def race(case: Case, name: str, configs: list[dict], device: torch.device, until
     return sorted(results, key=lambda r: r[0])
 
 
-def try_checks(chosen: dict[str, tuple[str, list[dict]]], device: torch.device, until: float) -> int:
+def try_checks(chosen: dict[str, tuple[str, list[dict]]], device: torch.device, until: float, as_json: bool) -> int:
     """The check cases of these operations under every candidate; prints what fails, returns how many do."""
     done = failures = 0
     for case in all_cases():
@@ -109,7 +121,9 @@ def try_checks(chosen: dict[str, tuple[str, list[dict]]], device: torch.device, 
         kept = getattr(tuning, name)
         for config in configs:
             if time.monotonic() > until:
-                print(f"out of time at the check of {case.op}: {case.name}; {done} done")
+                late = f"{case.op}: {case.name}"
+                print(json.dumps({"out of time": late, "checks": done, "failed": failures}) if as_json else
+                      f"out of time at the check of {late}; {done} done")  # fmt: skip
                 return failures
             setattr(tuning, name, lambda *_, config=config: config)
             result = check(case, device)
@@ -118,8 +132,11 @@ def try_checks(chosen: dict[str, tuple[str, list[dict]]], device: torch.device, 
             if not result["ok"]:
                 failures += 1
                 why = result.get("why", result.get("errors"))
+                if as_json:
+                    print(json.dumps({"failed": f"{case.op}: {case.name}", "config": config, "why": why}), flush=True)
+                    continue
                 print(f"FAIL {case.op}: {case.name}: {json.dumps(config)}: {why} {result.get('repeatable')}", flush=True)
-    print(f"{done} checks, {failures} failed")
+    print(json.dumps({"checks": done, "failed": failures}) if as_json else f"{done} checks, {failures} failed")
     return failures
 
 
@@ -127,6 +144,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="headrace.kernels.tune", description=__doc__)
     parser.add_argument("--only", default="", help="only rows whose operation or shape contains one of these, by |")
     parser.add_argument("--warm", default="", help="I/N: only compile the I-th of N parts of the candidates")
+    parser.add_argument("--processes", type=int, default=0, help="compile every candidate first, so many at a time")
+    parser.add_argument("--json", action="store_true", help="a JSON object for each case and candidate, and one of the checks")
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after so long")
     parser.add_argument("--copy", type=float, default=4.2e12, help="bytes/s of a device copy, for the share of it")
     parser.add_argument("--most", type=int, default=6, help="configurations printed of a case")
@@ -136,19 +155,27 @@ def main(arguments: list[str] | None = None) -> int:
     until = time.monotonic() + options.seconds
     part, parts = map(int, (options.warm or "0/1").split("/"))
     chosen: dict[str, tuple[str, list[dict]]] = {}
+    pairs = 0
+    if options.processes:
+        compile_in_processes(options.only, options.processes, options.seconds / 2)
     for case in all_cases():
         found = candidates(case)
         if not case.timed or found is None or not any(w in f"{case.op}: {case.name}" for w in wanted):
             continue
         name, configs = found
         if options.warm:
-            compile_all(case, name, configs[part::parts], device)
+            compile_all(case, name, [c for i, c in enumerate(configs, pairs) if i % parts == part], device)
+            pairs += len(configs)
             continue
         chosen[case.op] = name, [c for c in chosen.get(case.op, (name, []))[1] if c not in configs] + configs
         if time.monotonic() > until:
             print(f"{case.op}: {case.name}: out of time")
             continue
         results = race(case, name, configs, device, until)
+        if options.json:
+            print("\n".join(json.dumps(row) for row in rows(case, results, options.copy)), flush=True)
+            torch.cuda.empty_cache()
+            continue
         print(f"{case.op}: {case.name}")
         first = next((t for t, _, c in results if c == configs[0]), float("nan"))
         for seconds, error, config in results[: options.most] + [r for r in results[options.most :] if r[2] == configs[0]]:
@@ -156,10 +183,38 @@ def main(arguments: list[str] | None = None) -> int:
             speed = f"{rate / 1e9:6.0f} GB/s {rate / options.copy * 100:4.0f} % x{first / seconds:5.2f}"
             print(f"  {seconds * 1e6:9.1f} us {speed} difference {error:.0e} {json.dumps(config)}", flush=True)
         torch.cuda.empty_cache()
-    return 0 if options.warm else min(1, try_checks(chosen, device, until))
+    return 0 if options.warm else min(1, try_checks(chosen, device, until, options.json))
+
+
+def rows(case: Case, results: list[tuple], copy: float) -> list[dict]:
+    """What a race of one case found, best first; a candidate that did not run has an error instead of times."""
+    found = []
+    for seconds, error, config in results:
+        row = {"op": case.op, "case": case.name, "config": config}
+        if "error" not in config:
+            rate = case.bytes / seconds
+            row |= {"us": round(seconds * 1e6, 1), "gbps": round(rate / 1e9), "of_copy": round(rate / copy, 3)}
+            row["difference"] = error
+        found.append(row)
+    return found
+
+
+def compile_in_processes(only: str, count: int, seconds: float) -> None:
+    """This module's --warm in so many processes; those that are not done after so long are ended."""
+    until = time.monotonic() + seconds
+    command = [sys.executable, "-m", "headrace.kernels.tune", "--only", only, "--warm"]
+    running = [subprocess.Popen([*command, f"{i}/{count}"]) for i in range(count)]
+    for process in running:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def compile_all(case: Case, name: str, configs: list[dict], device: torch.device) -> None:
+    if not configs:
+        return
     problem = case.build(device, 0)
     kept = getattr(tuning, name)
     for config in configs:

@@ -151,7 +151,8 @@ def indexer(rows: int, width: int) -> dict[str, int]:
 
 
 def topk(rows: int, n: int, k: int) -> dict[str, int]:
-    """FORM 1: by a bound from group maxima, BITS bits of a key a turn; 0: one bit a turn over all scores.
+    """FORM 2 (`held`): a part's scores stay in registers; not on a card yet. FORM 1: by a bound from group maxima, BITS bits of
+    a key a turn; 0: one bit a turn over all scores.
 
     The bound wins 1.9 to 3.9 times where n is 32 k and more, and loses where it is 4 k; between, nothing is measured.
     """
@@ -160,6 +161,11 @@ def topk(rows: int, n: int, k: int) -> dict[str, int]:
     if INTERPRETED:
         return {"FORM": 1, "BITS": 4, "num_warps": 4}
     return {"FORM": 1, "BITS": 4 if rows <= 512 else 2, "num_warps": 8}
+
+
+def held(warps: int, strips: int) -> dict[str, int]:
+    """Top-k by parts of 128 warps strips scores; up to 32 scores a thread compile without spills."""
+    return {"FORM": 2, "LANES": 32 * warps, "STRIPS": strips, "num_warps": warps}
 
 
 def sample(vocabulary: int) -> dict[str, int]:
@@ -229,4 +235,8 @@ def plan_rows() -> dict[str, int]:
 
 
 def route() -> dict[str, int]:
-    return {"num_warps": 1}
+    """FORM 1: choosing by integers, with fewer lanes where experts are no power of two; 2: cheaper scores too.
+
+    Neither has run on a card yet.
+    """
+    return {"FORM": 0, "num_warps": 1}

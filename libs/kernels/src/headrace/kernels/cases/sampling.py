@@ -53,6 +53,7 @@ def draw(count: int, vocabulary: int, every: bool, size: str, timed: str = "") -
             rows.top_k.fill_(40 if "top" in timed else 0)
             rows.top_p.fill_(0.95 if "top" in timed else 1.0)
             rows.min_p.zero_()
+            rows.filters = "top" in timed
 
         def comparable(outputs):
             token, logprob, threshold, lse, processed = outputs
