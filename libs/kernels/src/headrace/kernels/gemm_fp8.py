@@ -348,17 +348,22 @@ def _per_row(scale, ROWS_LEFT: tl.constexpr):
 
 @triton.jit
 def add_parts(part_at, mask, splits, stride):
-    """The sum of `splits` parts, `stride` elements apart, in their order. Four are read at once: one after another, each would
-    wait for memory anew."""
+    """The sum of `splits` parts, `stride` elements apart, in their order. Four of a small tile are read at once: one after
+    another, each would wait for memory anew. Of a large tile registers hold no more than one."""
     total = tl.zeros(mask.shape, tl.float32)
-    for first in range(0, splits, 4):
-        second_at = part_at + stride
-        third_at = second_at + stride
-        fourth_at = third_at + stride
-        a = tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg")
-        b = tl.load(second_at, mask=tl.where(first + 1 < splits, mask, False), other=0.0, cache_modifier=".cg")
-        c = tl.load(third_at, mask=tl.where(first + 2 < splits, mask, False), other=0.0, cache_modifier=".cg")
-        d = tl.load(fourth_at, mask=tl.where(first + 3 < splits, mask, False), other=0.0, cache_modifier=".cg")
-        total = total + a + b + c + d  # from left to right
-        part_at = fourth_at + stride
+    if mask.shape[0] * mask.shape[1] <= 8192:
+        for first in range(0, splits, 4):
+            second_at = part_at + stride
+            third_at = second_at + stride
+            fourth_at = third_at + stride
+            a = tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg")
+            b = tl.load(second_at, mask=tl.where(first + 1 < splits, mask, False), other=0.0, cache_modifier=".cg")
+            c = tl.load(third_at, mask=tl.where(first + 2 < splits, mask, False), other=0.0, cache_modifier=".cg")
+            d = tl.load(fourth_at, mask=tl.where(first + 3 < splits, mask, False), other=0.0, cache_modifier=".cg")
+            total = total + a + b + c + d  # from left to right
+            part_at = fourth_at + stride
+    else:
+        for _ in range(splits):
+            total += tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg")
+            part_at += stride
     return total

@@ -2,9 +2,10 @@
 
     python -m headrace.kernels.tune_decode --seconds 150 [--json FILE] [--only TEXT]
 
-Shapes are those of the released model with 96 experts on the card (top 6, random routing) and its FP8 linears, at batch 1, 8,
-64 and 256. Compiles every candidate in parallel processes, checks each result against the reference, times it, and prints
-the best beside what `tuning` chooses for the stored formats. What is worth keeping goes by hand into `tuning`.
+Shapes are those of the released model with 96 experts on the card (top 6, random routing) and its linears: FP8 ones at batch 1,
+8, 64 and 256, bf16 ones with fp32 results at 64. Compiles every candidate in parallel processes, checks each result against the
+reference, times it, and prints the best beside what `tuning` chooses for the stored formats. What is worth keeping goes by hand
+into `tuning`.
 """
 
 import argparse
@@ -33,6 +34,7 @@ LINEAR = [
     ("wq_a+wkv", 1792, 5120), ("wq", 32768, 1280), ("wo_b", 5120, 8192), ("shared_in", 4608, 5120),
     ("shared_out", 5120, 2304), ("index wq", 4096, 1280), ("wo_a", 1024, 4096),
 ]  # fmt: skip
+SMALL = [("gate", EXPERTS, 5120), ("index weights", 32, 5120), ("compressor", 512, 5120), ("compressor of pairs", 1024, 5120)]
 BESIDE = {"wo_a": 8}  # linears that are as many products side by side
 BATCHES = (64, 256, 8, 1, 4096)  # the last: prefill reads the same packed weights
 
@@ -40,7 +42,7 @@ BATCHES = (64, 256, 8, 1, 4096)  # the last: prefill reads the same packed weigh
 @dataclasses.dataclass
 class Shape:
     name: str
-    kind: str  # mxfp4, fp8: what is stored
+    kind: str  # mxfp4, fp8, bf16: what is stored
     batch: int
     n: int
     k: int
@@ -59,7 +61,7 @@ class Shape:
 def shapes() -> list[Shape]:
     found = [Shape(name, "mxfp4", batch, n, k, EXPERTS) for batch in BATCHES for name, n, k in MOE]
     found += [Shape(name, "fp8", batch, n, k) for batch in BATCHES for name, n, k in LINEAR]
-    return found
+    return found + [Shape(name, "bf16", 64, n, k) for name, n, k in SMALL]
 
 
 def candidates(shape: Shape) -> list[dict]:
@@ -72,9 +74,15 @@ def candidates(shape: Shape) -> list[dict]:
         found = [_config(shape.alignment, *tile, atoms, 1) for atoms in (2, 1) for tile in tiles]
         found += [_config(shape.alignment, *tile, 1, 1) for tile in [(64, 4, 6), (128, 8, 6), (256, 16, 5)]]
         return found + [_config(shape.alignment, *tile, 2, 0) for tile in tiles[:4]]
+    if shape.kind == "bf16":  # one or a few tiles of the result: sums are split as far as that pays
+        tiles = [(16, 128, 3), (16, 64, 3), (32, 64, 3), (64, 32, 3), (32, 32, 3), (16, 32, 4), (64, 64, 3), (64, 128, 3)]
+        return [_config(m, n, 4, stages, 1, 0, waves) for waves in (1, 2) for m, n, stages in tiles if n < 2 * shape.n]
     if shape.batch == 64:
         tiles = [(64, 4, 4), (128, 8, 4), (128, 4, 3), (64, 4, 6), (64, 8, 4)]
         found = [_config(64, *tile, 1, 1, waves) for waves, tile in itertools.product((2, 1, 3), tiles)]
+        # Rows are read once a tile: with 64 columns twice the weight's bytes through the second cache, with 256 half.
+        broad = [(256, 8, 3), (256, 8, 4), (128, 8, 6)]
+        found = [_config(64, *tile, 1, 1, waves) for waves in (1, 2) for tile in broad] + found
         wide = [(64, 4, 3), (128, 8, 3), (64, 8, 3)]
         return found + [_config(64, *tile, 2, 1, waves) for waves, tile in itertools.product((1, 2), wide)]
     blocks = {1: (16,), 8: (16,), 256: (128, 256)}[shape.batch]
@@ -99,6 +107,11 @@ class Experiment:
             self._experts(g)
         else:
             self._linear(g)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """As the model asks for it."""
+        return torch.float32 if self.shape.kind == "bf16" else torch.bfloat16
 
     def _experts(self, g: torch.Generator) -> None:
         """Random bytes are weights in either layout; only the compared groups are packed from the stored ones."""
@@ -125,21 +138,26 @@ class Experiment:
         s, device = self.shape, self.device
         lead = (s.beside,) if s.beside > 1 else ()
         self.copies = min(8, int(1.3e8 / (s.beside * s.n * s.k)) + 2)
+        self.rows, self.active = randn((s.batch, *lead, s.k), device, 3, torch.bfloat16), 1
+        if s.kind == "bf16":
+            self.stored = self.words = randn((self.copies, s.n, s.k), device, 5, torch.bfloat16)
+            self.scale = self.fields = [None] * self.copies
+            return
         self.stored = random_fp8((self.copies, *lead, s.n, s.k), device, 5)
         self.scale = torch.randint(
             118, 124, (self.copies, *lead, s.n // 32, s.k // 32), generator=g, device=device, dtype=torch.uint8
         )
         self.words, self.fields, _ = gemm_upcast.pack_words(self.stored, self.scale, "fp8")
-        self.rows = randn((s.batch, *lead, s.k), device, 3, torch.bfloat16)
-        self.active = 1
 
     def calls(self, packed: bool) -> list:
         s = self.shape
         weight, scale = (self.words, self.fields) if packed else (self.stored, self.scale)
-        name = s.kind + "_words" * packed
-        if s.kind == "fp8":
+        name = gemm_upcast.PACKED.get(s.kind, s.kind) if packed else s.kind
+        if s.kind != "mxfp4":
             return [
-                lambda i=i: gemm_upcast.gemm_upcast(self.rows, weight[i], scale[i], name, side_by_side=s.beside > 1)
+                lambda i=i: gemm_upcast.gemm_upcast(
+                    self.rows, weight[i], scale[i], name, side_by_side=s.beside > 1, out_dtype=self.out_dtype
+                )
                 for i in range(self.copies)
             ]
         alignment = s.alignment if packed else 128  # as before packed formats
@@ -160,8 +178,8 @@ class Experiment:
     def expected(self) -> list:
         """(rows, what they should be) per compared group."""
         s, reference = self.shape, gemm_upcast.gemm_upcast_reference
-        if s.kind == "fp8":
-            return [(slice(None), reference(self.rows, self.stored[0], self.scale[0], "fp8"))]
+        if s.kind != "mxfp4":
+            return [(slice(None), reference(self.rows, self.stored[0], self.scale[0], s.kind))]
         x, group_of_row = self.x[s.alignment], self.layouts[s.alignment]
         where = [(group, group_of_row == group) for group in self.compared]
         return [(rows, reference(x[rows], self.stored[0, g], self.scale[0, g], "mxfp4")) for g, rows in where]
@@ -206,7 +224,7 @@ def compile_part(part: int, parts: int, wanted: list[Shape]) -> None:
     work = [(shape, config) for shape in wanted for config in candidates(shape)]
     distinct = {}
     for shape, config in work:  # experts' kernels do not depend on the batch, nor on n
-        rest = [shape.batch, shape.n] if shape.kind == "fp8" else []
+        rest = [shape.batch, shape.n] if shape.kind != "mxfp4" else []
         distinct[json.dumps([shape.kind, shape.k, *rest, config])] = shape, config
     inputs: dict[str, list] = {}
     for shape, config in list(distinct.values())[part::parts]:

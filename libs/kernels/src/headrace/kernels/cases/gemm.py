@@ -43,6 +43,7 @@ def cases() -> Iterator[Case]:
     for name in ("bf16", "fp8", "mxfp4", "fp8_words", "mxfp4_words"):
         for m, fp8 in [(3, False), (20, name != "bf16")]:
             yield upcast(name, m, 80, 512, fp8, "small")
+        yield upcast(name, 3, 32, 1536, False, "small")  # a sum of six parts under the interpreter
         yield upcast(name, 5, 64, 256, False, "small", batch_invariant=True)
         yield upcast_grouped(name, 3, 64, 256, "small", masked=False)
         yield upcast_grouped(name, 3, 64, 256, "small", masked=True)

@@ -519,14 +519,14 @@ def arguments_for(program: str, text: str | None) -> argparse.ArgumentParser:
 
 
 def use_tuned(path: str) -> int:
-    """Launch shapes of FP8 products from a file of `headrace.kernels.tune_decode --json`: how many there are."""
+    """Launch shapes of linears from a file of `headrace.kernels.tune_decode --json`: how many there are."""
     with open(path) as file:
-        rows = [row for row in json.load(file)["rows"] if row["kind"] == "fp8" and row["found"]]
-    best = {(row["batch"], row["n"], row["k"]): row["found"][0]["config"] for row in rows}
+        rows = [row for row in json.load(file)["rows"] if row["kind"] != "mxfp4" and row["found"]]
+    best = {(PACKED.get(r["kind"], r["kind"]), r["batch"], r["n"], r["k"]): r["found"][0]["config"] for r in rows}
     table = tuning.gemm_upcast
 
     def chosen(name: str, m: int, n: int, k: int, invariant: bool) -> dict[str, int]:
-        known = None if invariant or name != "fp8_words" else best.get((m, n, k))
+        known = None if invariant else best.get((name, m, n, k))
         return known or table(name, m, n, k, invariant)
 
     tuning.gemm_upcast = chosen
@@ -548,7 +548,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=4096, help="rows of a prefill step (default: 4096)")
     parser.add_argument("--tbs", type=float, default=0.0, help="TB/s of the roofline (default: a copy, measured)")
     parser.add_argument("--parts", type=numbers, default=[64, 256], help="batches whose device time is split up; 0: none")
-    parser.add_argument("--tuned", default="", help="take launch shapes of FP8 products from this file of tune_decode --json")
+    parser.add_argument("--tuned", default="", help="take launch shapes of linears from this file of tune_decode --json")
     options = parser.parse_args(arguments)
     device, rows = device_of(parser, options), Rows(options.json, options.budget)
     if options.tuned:
