@@ -33,6 +33,13 @@ FOUND = {
     "a request that the bus was down for too long gives its credit back": Plan(
         87, config(), (Request(0.635, 134, 1),), (Span("bus down", 0.637, 12.0), When("Admitted", 1, "sender", "stop", 0.1)),
     ),
+    "an admit that was refused holds nothing when it comes once more": Plan(
+        9002236, config(decode_blocks=8, slab_slots=0, step_seconds=0.03, tick_seconds=0.02),
+        (Request(0.515, 135, 0, max_tokens=8, stream=False, cancel_after=0.153),
+         Request(0.163, 234, 0, max_tokens=8, stream=False), Request(0.393, 464, 1, max_tokens=8, stream=False),
+         Request(0.266, 212, 0, max_tokens=8, stream=False)),
+        (Message("Admit", 5, "double"),),
+    ),
     "the very first output is lost, and others follow": Plan(
         7154, config(), (Request(0.05, 183, 0, max_tokens=1), Request(0.4, 61, 0), Request(0.4, 61, 1)),
         (Message("Out", 1, "drop"),),

@@ -215,8 +215,8 @@ def _unknown(attempt: Attempt, event: Any) -> Step:
             return attempt, [Judge()]
         case Judged(""):
             return Attempt(Phase.CREDIT), [TakeCredit(), Answer("Admitted")]
-        case Judged(code):
-            return attempt, [Answer("Refused", code)]
+        case Judged(code):  # the gateway asks again with another attempt: nobody waits for this one, should it come twice
+            return Attempt(Phase.TOMBSTONE), [Entomb(), Answer("Refused", code)]
         case Bind() | Resume():
             return attempt, [Answer("Refused", "unknown")]
         case Cancel() | Fail():
