@@ -97,7 +97,7 @@ def sample_kernel(
     if not greedy:
         limit = limit_of_row(
             logits, vocabulary, top, inverse, temperature, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row),
-            tl.load(min_p_ptr + row), BLOCK,
+            tl.load(min_p_ptr + row), BLOCK, 1,
         )  # fmt: skip
     total, lowest, winner = draw_of_row(logits, vocabulary, limit, top, inverse, greedy, tl.load(key_ptr + row), BLOCK)
     tl.store(token_ptr + row, winner)
@@ -114,24 +114,29 @@ def penalised(value, count, frequency_ptr, presence_ptr, repetition_ptr):
 
 
 @triton.jit
-def limit_of_row(logits, vocabulary, top, inverse, temperature, top_k, top_p, min_p, BLOCK: tl.constexpr):
-    """The sort key that a token of a row at temperature > 0 must reach to be kept."""
+def limit_of_row(
+    logits, vocabulary, top, inverse, temperature, top_k, top_p, min_p, BLOCK: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """The sort key that a token of a row at temperature > 0 must reach to be kept; top-p by 1 or 2 BITS of it a pass."""
     limit = tl.full([], LOWEST, tl.uint32)
     if top_k > 0 and top_k < vocabulary:
         kth, _ = kth_key(logits, vocabulary, top_k, BLOCK)
         limit = tl.maximum(limit, kth)
     if top_p < 1:
         target = top_p * _mass(logits, limit, top, inverse, vocabulary, BLOCK)
-        found = tl.zeros([], tl.uint32)
-        bit = tl.full([], 0x80000000, tl.uint32)
-        for _ in range(32):
-            trial = found | bit
-            bit = bit >> 1
-            if trial > limit:
-                if _mass(logits, trial, top, inverse, vocabulary, BLOCK) >= target:
+        if BITS == 2:
+            found = _mass_limit_of_row(logits, limit, target, top, inverse, vocabulary, BLOCK)
+        else:
+            found = tl.zeros([], tl.uint32)
+            bit = tl.full([], 0x80000000, tl.uint32)
+            for _ in range(32):
+                trial = found | bit
+                bit = bit >> 1
+                if trial > limit:
+                    if _mass(logits, trial, top, inverse, vocabulary, BLOCK) >= target:
+                        found = trial
+                else:
                     found = trial
-            else:
-                found = trial
         limit = tl.maximum(limit, found)
     if min_p > 0:
         limit = tl.maximum(limit, sort_key(top + tl.log(min_p) * temperature))
@@ -161,6 +166,31 @@ def draw_of_row(logits, vocabulary, limit, top, inverse, greedy, key, BLOCK: tl.
         lane_winner = tl.where(better, at, lane_winner)
     winner = tl.min(tl.where(lane_best == tl.max(lane_best, 0), lane_winner, vocabulary - 1), 0)
     return tl.sum(lane_sum, 0), tl.min(lane_low, 0), winner
+
+
+@triton.jit
+def _mass_limit_of_row(logits, limit, target, top, inverse, vocabulary, BLOCK: tl.constexpr):
+    """The largest key such that tokens reaching it and the limit have target of the mass, two bits a pass."""
+    found = tl.zeros([], tl.uint32)
+    bit = tl.full([], 0x40000000, tl.uint32)
+    for _ in range(16):
+        first = found | bit
+        second = found | (bit << 1).to(tl.uint32)
+        third = second | bit
+        one, two, three = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
+            at = begin + tl.arange(0, BLOCK)
+            x = tl.load(logits + at, mask=at < vocabulary, other=float("-inf"))
+            code = sort_key(x)
+            share = tl.where(code >= limit, exp_of((x - top) * inverse), 0.0)
+            one += tl.where(code >= first, share, 0.0)
+            two += tl.where(code >= second, share, 0.0)
+            three += tl.where(code >= third, share, 0.0)
+        found = tl.where(tl.sum(one, 0) >= target, first, found)
+        found = tl.where(tl.sum(two, 0) >= target, second, found)
+        found = tl.where(tl.sum(three, 0) >= target, third, found)
+        bit = (bit >> 2).to(tl.uint32)
+    return found
 
 
 @triton.jit

@@ -5,9 +5,9 @@ row has one of the three, candidates (the tokens that may be kept, listed in ord
 size depends on the vocabulary alone and parts are joined in their order: a row's bits do not depend on the batch.
 
 A filter needs a threshold, and few tokens can be it. The k-th largest maximum of groups of tokens is no larger than the k-th
-logit. For top-p, each part's mass above steps below its own maximum gives a level that the mass above surely reaches; where
-none is, tokens that would not make (1 - p) of the mass even if all were of them are dropped. The join checks that the listed
-tokens suffice, finds the threshold among them in registers, and walks the whole row where they do not or are too many.
+logit. For top-p, each part's mass above fixed levels gives the highest level whose mass above reaches p; where none does,
+tokens so unlikely that a whole vocabulary of them would not make (1 - p) of the mass are dropped. The join checks that the
+listed tokens suffice, finds the threshold among them in registers, and walks the row where they do not or are too many.
 """
 
 import torch
@@ -25,8 +25,8 @@ from headrace.kernels.sampling_kernels import (
 )
 from headrace.kernels.topk import kth_of, score_of, sort_key
 
-LEVELS = tl.constexpr(8)  # steps below a part's maximum whose mass is kept
-STEP = tl.constexpr(2.0)  # their distance, in nats
+LEVELS = tl.constexpr(8)  # multiples of STEP, from a part's maximum down, whose mass above is kept
+STEP = tl.constexpr(1.5)  # nats
 _FIELDS = tl.constexpr(5)  # raw maximum, raw sum, maximum, sum, lowest
 
 
@@ -152,8 +152,9 @@ def _part_kernel(
                 best = tl.max(tl.reshape(x, [PART // GROUPS, GROUPS]), 0)
                 tl.store(maxima_ptr + (row * PARTS + part) * GROUPS + tl.arange(0, GROUPS), best)
             elif top_p < 1:
+                first = top * inverse - tl.floor(top * inverse / STEP) * STEP
                 for level in tl.static_range(LEVELS):
-                    mass = tl.sum(tl.where(below >= -STEP * (level + 1), share, 0.0), 0)
+                    mass = tl.sum(tl.where(below >= -(first + STEP * level), share, 0.0), 0)
                     tl.store(mass_ptr + (row * PARTS + part) * LEVELS + level, mass)
 
 
@@ -202,16 +203,15 @@ def _candidate_kernel(
 
 @triton.jit
 def _sure_level(mass_ptr, parts, tops, top, total, temperature, inverse, top_p, PARTS: tl.constexpr):
-    """The highest level below the row's maximum above which the parts surely have top_p of the mass; -inf: none."""
+    """The highest level above which the parts have top_p of the mass; -inf: none."""
     part = tl.arange(0, PARTS)
-    level = tl.arange(0, LEVELS)
-    # a part's own step at or above the row's level
-    step = tl.floor((level[None, :] + 1) - ((top - tops) * inverse / STEP)[:, None] - 1e-3) - 1
-    step = tl.where((part < parts)[:, None] & (step >= 0), step, -1.0).to(tl.int32)
-    own = tl.load(mass_ptr + part[:, None] * LEVELS + step, mask=step >= 0, other=0.0)
-    mass = tl.sum(own * tl.exp((tops - top) * inverse)[:, None], 0)
-    enough = mass >= top_p * total * 1.0001
-    return tl.max(tl.where(enough, top - temperature * STEP * (level + 1), float("-inf")), 0)
+    level = tl.floor(top * inverse / STEP) - tl.arange(0, LEVELS)
+    own_level = tl.floor(tops * inverse / STEP)[:, None] - level[None, :]  # negative: the part lies below
+    read = (part < parts)[:, None] & (own_level >= 0)
+    at = part[:, None] * LEVELS + tl.where(read, own_level, 0.0).to(tl.int32)
+    mass = tl.sum(tl.load(mass_ptr + at, mask=read, other=0.0) * tl.exp((tops - top) * inverse)[:, None], 0)
+    limit = level * STEP * temperature
+    return tl.max(tl.where(mass >= top_p * total * 1.00001, limit - tl.abs(limit) * 1e-6, float("-inf")), 0)
 
 
 @triton.jit
@@ -249,11 +249,11 @@ def _join_kernel(
             found = tl.sum(held, 0) <= DENSE
             if found:
                 found, total, lowest, token = _among_candidates(
-                    logits, list_ptr + row * parts * DENSE, held, key, top, total, temperature, inverse, top_k, top_p, min_p,
-                    vocabulary, DENSE, BITS,
+                    logits, list_ptr + row * parts * DENSE, held_ptr + (row * 2 + 1) * PARTS, parts, key, top, total,
+                    temperature, inverse, top_k, top_p, min_p, vocabulary, PARTS, DENSE, BITS,
                 )  # fmt: skip
             if not found:
-                limit = limit_of_row(logits, vocabulary, top, inverse, temperature, top_k, top_p, min_p, BLOCK)
+                limit = limit_of_row(logits, vocabulary, top, inverse, temperature, top_k, top_p, min_p, BLOCK, 2)
                 total, lowest, token = draw_of_row(logits, vocabulary, limit, top, inverse, greedy, key, BLOCK)
     tl.store(token_ptr + row, token)
     tl.store(logprob_ptr + row, tl.load(raw + token) - raw_top - tl.log(raw_sum))
@@ -263,15 +263,18 @@ def _join_kernel(
 
 @triton.jit
 def _among_candidates(
-    logits, list_ptr, held, key, top, total, temperature, inverse, top_k, top_p, min_p, vocabulary,
-    DENSE: tl.constexpr, BITS: tl.constexpr,
+    logits, list_ptr, held_ptr, parts, key, top, total, temperature, inverse, top_k, top_p, min_p, vocabulary,
+    PARTS: tl.constexpr, DENSE: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """(whether the listed tokens suffice, sum of exp((l - top) / temperature), lowest kept logit, token)."""
     slot = tl.arange(0, DENSE)
-    count = tl.sum(held, 0)
-    before = slot[:, None] >= tl.cumsum(held, 0)[None, :]  # the parts that end before a slot
-    home = tl.sum(before.to(tl.int32), 1)
-    first = tl.sum(tl.where(before, held[None, :], 0), 1)
+    count = tl.zeros([], tl.int32)
+    home = tl.zeros([DENSE], tl.int32)
+    first = tl.zeros([DENSE], tl.int32)
+    for part in tl.static_range(PARTS):  # of each slot: its part and that part's first slot
+        count += tl.load(held_ptr + part, mask=part < parts, other=0)
+        home += (slot >= count).to(tl.int32)
+        first = tl.where(slot >= count, count, first)
     at = tl.load(list_ptr + home * DENSE + slot - first, mask=slot < count, other=0)
     x = tl.load(logits + at, mask=slot < count, other=float("-inf"))
     code = tl.where(slot < count, sort_key(x), 0)

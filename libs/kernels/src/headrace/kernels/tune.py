@@ -41,7 +41,8 @@ SIMPLE = {  # operation: (function in `tuning`, candidates)
     ),
     "sample": (
         "sample",
-        [{"FORM": 0}, tuning.sample_parts(4096), tuning.sample_parts(8192), tuning.sample_parts(4096, num_warps=4)],
+        [{"FORM": 0}, tuning.sample_parts(4096), tuning.sample_parts(4096, num_warps=4), tuning.sample_parts(8192)]
+        + [tuning.sample_parts(8192, JOIN_WARPS=8)],
     ),
     "verify_drafts": ("verify_drafts", [{"FORM": 0}, *grid(FORM=(1,), PART=(4096, 8192), num_warps=(8,))]),
     "quantise": (
