@@ -32,8 +32,10 @@ def test_compiles_for_hopper(values, pairs, gated):
 
     kernel = gemm_upcast._words_kernel
     constants = {"K": 512, "MODE": 1, "VALUES": values, "X_FP8": False, "SPLIT": False, "BLOCK_M": 16, "BLOCK_N": 64,
-                 "ATOMS": 1, "PAIRS": pairs, "STAGES": 3, "GATED": gated, "LIMIT": True, "ROW_WEIGHT": True}  # fmt: skip
-    pointers = {"x_ptr": "*bf16", "out_ptr": "*bf16", "partial_ptr": "*fp32", "row_weight_ptr": "*fp32", "limit": "fp32"}
+                 "ATOMS": 1, "PAIRS": pairs, "STAGES": 3, "HEAD": 0 if gated else 512, "HALF": 32, "GATED": gated,
+                 "LIMIT": True, "ROW_WEIGHT": True}  # fmt: skip
+    pointers = {"x_ptr": "*bf16", "out_ptr": "*bf16", "limit": "fp32"}
+    pointers |= {f"{name}_ptr": "*fp32" for name in ("partial", "row_weight", "cos", "sin")}
     types = {name: pointers.get(name, "*i32" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
     places = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
     source = ASTSource(

@@ -136,6 +136,7 @@ def gemm_upcast(
     batch_invariant: bool = False,
     side_by_side: bool = False,
     swiglu: tuple[float | None, torch.Tensor | None] | None = None,
+    rope: tuple[torch.Tensor, torch.Tensor, int] | None = None,
 ) -> torch.Tensor:
     """x bf16 or e4m3 [m, k] (masked: [G, m, k]), weight [n, k] or [G, n, k] in format `name`, both contiguous.
 
@@ -145,6 +146,7 @@ def gemm_upcast(
     `side_by_side`: every row has a part for each group, x [m, G, k] -> [m, G, n].
     `swiglu` (limit, weights fp32 of rows or None): what `headrace.kernels.swiglu` makes of the bf16 product of a weight whose
     rows are interleaved, [m, n / 2]; in the same launch, with the same result.
+    `rope` (cos, sin, D): what `headrace.kernels.rope` makes of the bf16 product's heads of D columns, so too.
     """
     weight, scale = (t if t is None or t.dim() == 3 else t.unsqueeze(0) for t in (weight, scale))
     groups, n = weight.shape[:2]
@@ -157,6 +159,9 @@ def gemm_upcast(
     if swiglu is not None and (n % (2 * TURN) or side_by_side or out_dtype != torch.bfloat16):
         raise ValueError(f"SwiGLU needs a bf16 product of a multiple of {2 * TURN} weight rows, got {out_dtype} and {n}")
     limit, row_weight = swiglu or (None, None)
+    cos, sin, head = (x, x, 0) if rope is None else (rope[0].contiguous(), rope[1].contiguous(), rope[2])
+    if rope is not None and (head % 256 or n % head or weight.shape[0] > 1 or swiglu or out_dtype != torch.bfloat16):
+        raise ValueError(f"RoPE needs one bf16 product of whole heads of a multiple of 256 columns, got {n} and {head}")
     out = torch.empty(*x.shape[:-1], n // 2 if swiglu else n, dtype=out_dtype, device=x.device)
     if not rows:
         return out
@@ -178,18 +183,19 @@ def gemm_upcast(
     x_words = x if x_scale is None else x_scale.contiguous().view(torch.uint8).view(torch.int32)
     index = counts if masked else group_of_row if mode == 1 else x
     epilogue = {"GATED": swiglu is not None, "LIMIT": limit is not None, "ROW_WEIGHT": row_weight is not None}
-    gate = x if row_weight is None else row_weight.contiguous(), limit or 0.0
+    epilogue |= {"HEAD": head, "HALF": cos.shape[-1] if rope else 0}
+    given = x if row_weight is None else row_weight.contiguous(), limit or 0.0, cos, sin
     if name in FIELD:
         _words_kernel[(column_tiles, grid_m, splits)](
             x.contiguous(), x if x_scale is None else x_scale.contiguous(), weight, scale, index, out, partial, counter,
-            *gate, m, rows, n, scale.shape[2], groups,
+            *given, m, rows, n, scale.shape[2], groups,
             K=k, MODE=mode, VALUES=VALUES[name], X_FP8=x_scale is not None, SPLIT=splits > 1, BLOCK_M=bm, BLOCK_N=bn,
             ATOMS=atoms, PAIRS=config["PAIRS"], STAGES=config["STAGES"], num_warps=config["num_warps"], **epilogue,
         )  # fmt: skip
         return out
     _upcast_kernel[(column_tiles, grid_m, splits)](
         x.contiguous(), x_words, weight if name == "bf16" else weight.view(torch.uint8), words, index, out, partial, counter,
-        *gate, m, rows, n, cdiv(n, 32) if name == "fp8" else n, groups,
+        *given, m, rows, n, cdiv(n, 32) if name == "fp8" else n, groups,
         K=k, MODE=mode, FORMAT=FORMATS[name], X_FP8=x_scale is not None, SPLIT=splits > 1, BLOCK_M=bm, BLOCK_N=bn,
         STAGES=config["STAGES"], num_warps=config["num_warps"], **epilogue,
     )  # fmt: skip
@@ -199,7 +205,8 @@ def gemm_upcast(
 @triton.jit
 def _upcast_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, index_ptr, out_ptr, partial_ptr, counter_ptr, row_weight_ptr, limit,
-    m, rows, n, scale_rows, groups, GATED: tl.constexpr, LIMIT: tl.constexpr, ROW_WEIGHT: tl.constexpr,
+    cos_ptr, sin_ptr, m, rows, n, scale_rows, groups, HEAD: tl.constexpr, HALF: tl.constexpr, GATED: tl.constexpr,
+    LIMIT: tl.constexpr, ROW_WEIGHT: tl.constexpr,
     K: tl.constexpr, MODE: tl.constexpr, FORMAT: tl.constexpr, X_FP8: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +250,7 @@ def _upcast_kernel(
                 w = _scale_groups(value, scale * 16384.0)
         acc = dot(w, tl.trans(x), acc)
     _store_product(acc, row, live, column, within, tile, split, out_ptr, partial_ptr, counter_ptr, row_weight_ptr, limit,
-                   rows, n, SPLIT, GATED, LIMIT, ROW_WEIGHT)  # fmt: skip
+                   cos_ptr, sin_ptr, rows, n, SPLIT, HEAD, HALF, GATED, LIMIT, ROW_WEIGHT)  # fmt: skip
 
 
 @triton.jit
@@ -262,8 +269,9 @@ def _rows_of_tile(index_ptr, tile, m, groups, MODE: tl.constexpr, BLOCK_M: tl.co
 
 @triton.jit
 def _store_product(
-    acc, row, live, column, within, tile, split, out_ptr, partial_ptr, counter_ptr, row_weight_ptr, limit, rows, n,
-    SPLIT: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ROW_WEIGHT: tl.constexpr,
+    acc, row, live, column, within, tile, split, out_ptr, partial_ptr, counter_ptr, row_weight_ptr, limit, cos_ptr,
+    sin_ptr, rows, n, SPLIT: tl.constexpr, HEAD: tl.constexpr, HALF: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
+    ROW_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_N, BLOCK_M] -> out [rows, n]; of a split sum, the last program to arrive adds the parts in order."""
     if SPLIT:
@@ -276,15 +284,17 @@ def _store_product(
         if tl.atomic_add(slot, 1, sem="acq_rel") == splits - 1:
             total = add_parts(partial_ptr + at, mask, splits, rows * n)
             tl.store(slot, 0)
-            _store_whole(total, row, live, column, within, out_ptr, row_weight_ptr, limit, n, GATED, LIMIT, ROW_WEIGHT)
+            _store_whole(total, row, live, column, within, out_ptr, row_weight_ptr, limit, cos_ptr, sin_ptr, n,
+                         HEAD, HALF, GATED, LIMIT, ROW_WEIGHT)  # fmt: skip
     else:
-        _store_whole(acc, row, live, column, within, out_ptr, row_weight_ptr, limit, n, GATED, LIMIT, ROW_WEIGHT)
+        _store_whole(acc, row, live, column, within, out_ptr, row_weight_ptr, limit, cos_ptr, sin_ptr, n,
+                     HEAD, HALF, GATED, LIMIT, ROW_WEIGHT)  # fmt: skip
 
 
 @triton.jit
 def _store_whole(
-    acc, row, live, column, within, out_ptr, row_weight_ptr, limit, n,
-    GATED: tl.constexpr, LIMIT: tl.constexpr, ROW_WEIGHT: tl.constexpr,
+    acc, row, live, column, within, out_ptr, row_weight_ptr, limit, cos_ptr, sin_ptr, n,
+    HEAD: tl.constexpr, HALF: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ROW_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     if GATED:  # rows of the weight come in turns of 32, see `swiglu.interleave`
         N: tl.constexpr = acc.shape[0]
@@ -300,13 +310,36 @@ def _store_whole(
         tl.store(out_ptr + row[None, :] * half + column[:, None], h.to(tl.bfloat16), mask=mask)
     else:
         mask = live[None, :] & within[:, None]
-        tl.store(out_ptr + row[None, :] * n + column[:, None], acc.to(out_ptr.dtype.element_ty), mask=mask)
+        value = acc.to(out_ptr.dtype.element_ty)
+        if HEAD:
+            N: tl.constexpr = acc.shape[0]
+            first = tl.program_id(0) * N % HEAD
+            if first + N > HEAD - 2 * HALF:
+                value = _turned(value, row, live, first, cos_ptr, sin_ptr, HEAD, HALF)
+        tl.store(out_ptr + row[None, :] * n + column[:, None], value, mask=mask)
+
+
+@triton.jit
+def _turned(value, row, live, first, cos_ptr, sin_ptr, HEAD: tl.constexpr, HALF: tl.constexpr):
+    """bf16 [N, M], columns `first` on of a head -> the same with its last 2 HALF columns rotated (`rope`)."""
+    N: tl.constexpr = value.shape[0]
+    M: tl.constexpr = value.shape[1]
+    even, odd = tl.split(tl.permute(tl.reshape(value, [N // 2, 2, M]), (0, 2, 1)))
+    even, odd = even.to(tl.float32), odd.to(tl.float32)
+    pair = first // 2 + tl.arange(0, N // 2) - (HEAD // 2 - HALF)
+    turned = (pair >= 0)[:, None] & live[None, :]
+    at = row[None, :] * HALF + pair[:, None]
+    cos = tl.load(cos_ptr + at, mask=turned, other=1.0)
+    sin = tl.load(sin_ptr + at, mask=turned, other=0.0)
+    both = tl.join(tl.where(turned, even * cos - odd * sin, even), tl.where(turned, even * sin + odd * cos, odd))
+    return tl.reshape(tl.permute(both, (0, 2, 1)), [N, M]).to(tl.bfloat16)
 
 
 @triton.jit
 def _words_kernel(
     x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, index_ptr, out_ptr, partial_ptr, counter_ptr, row_weight_ptr, limit,
-    m, rows, n, scale_rows, groups, GATED: tl.constexpr, LIMIT: tl.constexpr, ROW_WEIGHT: tl.constexpr,
+    cos_ptr, sin_ptr, m, rows, n, scale_rows, groups, HEAD: tl.constexpr, HALF: tl.constexpr, GATED: tl.constexpr,
+    LIMIT: tl.constexpr, ROW_WEIGHT: tl.constexpr,
     K: tl.constexpr, MODE: tl.constexpr, VALUES: tl.constexpr, X_FP8: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ATOMS: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -348,7 +381,7 @@ def _words_kernel(
             acc = dot(_decode_words(words, scale, i, VALUES, PAIRS), tl.trans(x), acc)
     acc *= 281474976710656.0  # 2^48: see FIELD
     _store_product(acc, row, live, column, within, tile, split, out_ptr, partial_ptr, counter_ptr, row_weight_ptr, limit,
-                   rows, n, SPLIT, GATED, LIMIT, ROW_WEIGHT)  # fmt: skip
+                   cos_ptr, sin_ptr, rows, n, SPLIT, HEAD, HALF, GATED, LIMIT, ROW_WEIGHT)  # fmt: skip
 
 
 _BOTH_HALVES = "{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, $2; mov.b32 both, "

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from headrace.kernels import gemm_fp8, gemm_upcast, peers, quantize
+from headrace.kernels import gemm_fp8, gemm_upcast, peers, quantize, rope
 from headrace.kernels.cases import Case, Problem, generator, randn, random_fp8
 from headrace.kernels.swiglu import swiglu
 
@@ -58,6 +58,10 @@ def cases() -> Iterator[Case]:
         yield upcast_side_by_side(name, 70, 8, 192, 1280, "full")
         yield upcast_grouped(name, 6, 640, 1280, "full", masked=False, rows=200)  # more rows than the alignment
     yield upcast_gated("fp8_words", 5, 256, 512, "small", grouped=False)
+    for name, m, heads, k, size in [("fp8_words", 5, 2, 512, "small"), ("bf16", 3, 1, 256, "small")]:
+        yield upcast_turned(name, m, heads, k, size)
+    for m in (1, 64, 300):
+        yield upcast_turned("fp8_words", m, 64, 1280, "full")
     for n, k in [(1280, 5120), (32768, 1280), (5120, 8192), (4608, 5120)]:
         for m in (1, 64, 4096):
             for name in ("fp8", "fp8_words"):
@@ -143,6 +147,22 @@ def upcast_gated(name: str, m: int, n: int, k: int, size: str, grouped: bool) ->
 
     shape = f"{name} {m}x{n}x{k}" + ", 3 groups" * grouped
     return Case("gemm_upcast swiglu", shape, build, 0.0, size)
+
+
+def upcast_turned(name: str, m: int, heads: int, k: int, size: str) -> Case:
+    """RoPE as a product's epilogue, bit for bit what its own kernel makes of the product."""
+
+    def build(device: torch.device, seed: int) -> Problem:
+        weight, _ = _small_weight(name, (512 * heads, k), device, seed)
+        x = randn((m, k), device, seed + 1, torch.bfloat16)
+        tables = rope.rope_tables(torch.arange(m, device=device) * 77, randn((32,), device, seed).abs())
+        plain = gemm_upcast.gemm_upcast
+        return Problem(
+            run=lambda: plain(x, *weight, rope=(*tables, 512)).view(m, heads, 512),
+            reference=lambda: rope.rope(plain(x, *weight).view(m, heads, 512), *tables),
+        )
+
+    return Case("gemm_upcast rope", f"{name} {m}x{heads}x512x{k}", build, 0.0, size)
 
 
 def upcast_side_by_side(name: str, m: int, groups: int, n: int, k: int, size: str, timed: bool = False) -> Case:

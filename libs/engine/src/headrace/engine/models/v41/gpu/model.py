@@ -123,7 +123,7 @@ class V41Gpu:
         self.frequencies = torch.stack([rope_frequencies(c, kind) for kind in (False, True)]).to(device, torch.float32)
         self.first_stream = torch.eye(1, c.hc_mult, device=device).repeat(FEW, 1)  # coefficients that take the first
         self.captured: dict[tuple, Graph] = {}
-        self.fused = True  # whether SwiGLU is an epilogue and few rows are combined by mHC's pass; the result is the same
+        self.fused = True  # whether SwiGLU and RoPE are epilogues and mHC's pass combines few rows; the result is the same
         self.overlap = True  # whether captured passes use the streams below
         self.mixing, self.aside = Beside(device, 1), Beside(device, 2)
 
@@ -469,6 +469,9 @@ class V41Gpu:
     def _query(self, attn: Attention, qr: torch.Tensor, phases: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Queries [T, H, D], rotated."""
         c = self.config
+        if self.fused:
+            q = attn.wq(qr, invariant=self.batch_invariant, rope=(*phases, c.head_dim))
+            return q.view(-1, c.num_attention_heads, c.head_dim)
         return rope(attn.wq(qr, invariant=self.batch_invariant).view(-1, c.num_attention_heads, c.head_dim), *phases)
 
     def _project(self, attn: Attention, out: torch.Tensor) -> torch.Tensor:
