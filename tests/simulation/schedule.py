@@ -314,6 +314,9 @@ def draw(seed: int) -> Plan:
         pictures = [tuple(eyes.randrange(PICTURES) for _ in range(eyes.choice((0, 1, 1, 2)))) for _ in requests]
         requests = tuple(replace(request, images=images) for request, images in zip(requests, pictures, strict=True))
         faults += tuple(_fault_of_vision(eyes, counts) for _ in range(eyes.choice((1, 1, 2))))
+    reader = random.Random(f"readers of {seed}")  # apart, as above
+    if stored and reader.random() < ABOUT_READERS:
+        config, faults = _slow_reader(reader, config, counts), (*faults, _slow_read(reader))
     return Plan(seed, config, requests, faults, probes)
 
 
@@ -322,6 +325,7 @@ REQUESTS, REQUESTS_WITHIN = (1, 6), 0.8
 FAULTS, FAULTS_WITHIN, LONG = (1, 1, 2, 2, 3, 4), 1.0, 3.0
 PROBED, ABOUT_STORE, ABOUT_LEFT = 0.2, 0.3, 0.15
 ABOUT_IMAGES, PICTURES = 0.2, 4
+ABOUT_READERS = 0.3  # of those about the store
 
 
 def _fault(rng: random.Random, counts: dict[str, int]) -> Any:
@@ -390,6 +394,17 @@ def _fault_of_store(rng: random.Random, counts: dict[str, int]) -> Any:
         whom = pick(("sender", "receiver"))
         return When(pick(STATES_OF_STORE), rng.randint(1, 4), whom, pick(("kill", "stop", "stop", "stop")), seconds)
     return Span("slow", at, seconds, pick((0.3, 1.0, 3.0)))
+
+
+def _slow_reader(rng: random.Random, config: Config, counts: dict[str, int]) -> Config:
+    """A kvstore that is full at once and pins for moments: what a worker found may be another object when it is read."""
+    counts |= {"prefill": 2}
+    return replace(config, store_objects=3, store_seconds=0.5, prefill_blocks=5)
+
+
+def _slow_read(rng: random.Random) -> Message:
+    """Longer than pins last, shorter than a worker goes on with a read that nobody waits for."""
+    return Message("Read", rng.randint(1, 3), "delay", round(rng.uniform(0.7, 2.1), 3))
 
 
 SIMPLE = {"overtake": 0.0, "checksums": False, "slab_slots": 0, "max_num_seqs": 8, "decode_blocks": 24, "prefill_blocks": 24,
