@@ -40,6 +40,13 @@ FOUND = {
          Request(0.266, 212, 0, max_tokens=8, stream=False)),
         (Message("Admit", 5, "double"),),
     ),
+    "a delivery of embeddings that is cancelled before its first step is over": Plan(
+        9005245, config(counts={"gateway": 1, "prefill": 1, "decode": 1, "kvstore": 0, "vision": 1}, transports=["shm", "tcp"],
+                        slab_slots=0, chunk=128, ticket_seconds=0.5, prefill_seconds=0.001, tick_seconds=0.02,
+                        queue_seconds=1.0),
+        (Request(0.391, 158, 0, max_tokens=8, stream=False, cancel_after=0.257, images=(3, 3)),),
+        (Message("Encode", 1, "delay", 0.258), When("Encode", 1, "receiver", "stop", 1.931)),
+    ),
     "the very first output is lost, and others follow": Plan(
         7154, config(), (Request(0.05, 183, 0, max_tokens=1), Request(0.4, 61, 0), Request(0.4, 61, 1)),
         (Message("Out", 1, "drop"),),

@@ -238,6 +238,8 @@ class VisionService(Service):
                 return m.Refused("stale", f"grant {message.grant} is over")
             self.trace.event(message.request, "vision.encoding", images=len(message.digests))
             job = self.delivering.start(message.grant, self._deliver(message))
+            # Not within the job: one that is cancelled before its first step never runs any of its code.
+            job.add_done_callback(lambda _: self.writing.end(message.grant, time.monotonic()))
         return _poll(job)
 
     async def _deliver(self, message: m.Encode) -> m.Message:
@@ -261,8 +263,6 @@ class VisionService(Service):
             self.counters["failed"] += 1
             self.trace.event(message.request, "vision.failed", message=str(error) or type(error).__name__)
             return m.Refused("failed", f"no delivery: {error or type(error).__name__}")
-        finally:
-            self.writing.end(message.grant, time.monotonic())
         nbytes = sum(map(len, rows))
         self.counters["delivered"] += len(rows)
         self.counters["delivered_bytes"] += nbytes
