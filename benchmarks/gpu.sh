@@ -11,7 +11,8 @@
 #   drafts      throughput by the policy on measured times                      120
 #   engine      the same by the whole engine (batch 1, 8, 64)                   150
 #   host        the host's work of a step                                       60
-#   tune        candidates of all tables raced: decode, products, attention     3 x 110
+#   apart       a step of 64 rows with epilogues launched by themselves         90
+#   tune        candidates of all tables raced: decode, products, attention, sampling and selection   4 x 110
 #
 #   PARTS       processes of `check` (default: 4)
 #   PYTHON      which interpreter (default: python3); one that has torch and triton for the device. Peers, wheels and caches
@@ -19,7 +20,7 @@
 set -u
 [ $# -ge 1 ] || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//' >&2; exit 2; }
 out=$1 && shift
-[ $# -ge 1 ] || set -- check path kernels decode drafts engine host tune
+[ $# -ge 1 ] || set -- check path kernels decode apart drafts engine host tune
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root" || exit 2
 mkdir -p "$out"
@@ -58,6 +59,7 @@ for one in "$@"; do
     path) step path 120 $gpu.check --rows 100 ;;
     kernels) step kernels 150 $kernels.bench --json ;;
     decode) step decode 200 $gpu.bench --json --batch 64,128,256,8,1 ;;
+    apart) step apart 90 $gpu.bench --json --batch 64 --context 4096 --prefill 0 --parts 64 --apart ;;
     drafts) step drafts 120 $gpu.bench_drafts --json ;;
     engine) step engine 150 $gpu.bench_drafts --engine --json --batch 1,8,64 --profile 0.8,0.7,0.6,0.5,0.4 ;;
     host) step host 60 $gpu.bench_host --json --batch 64,256 --context 4096,131072 ;;
@@ -65,8 +67,9 @@ for one in "$@"; do
         step decode-tuned 110 $kernels.tune_decode --seconds 100 --json "$out/tune_decode.json"
         step gemm-tuned 110 $kernels.tune_gemm --seconds 100 --json "$out/tune_gemm.json"
         step attention-tuned 110 $kernels.tune_attention --seconds 100
+        step rows-tuned 110 $kernels.tune --only "sample:|verify_drafts|topk|route" --processes 16 --seconds 90 --json
         ;;
-    *) echo "gpu.sh: no step $one; check, path, kernels, decode, drafts, engine, host or tune" >&2; exit 2 ;;
+    *) echo "gpu.sh: no step $one; check, path, kernels, decode, apart, drafts, engine, host or tune" >&2; exit 2 ;;
     esac
 done
 printf "%-12s %6s %6s\n%s\n" step status seconds "$table"
