@@ -137,6 +137,7 @@ def gemm_upcast(
     side_by_side: bool = False,
     swiglu: tuple[float | None, torch.Tensor | None] | None = None,
     rope: tuple[torch.Tensor, torch.Tensor, int] | None = None,
+    source_of_row: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x bf16 or e4m3 [m, k] (masked: [G, m, k]), weight [n, k] or [G, n, k] in format `name`, both contiguous.
 
@@ -147,11 +148,16 @@ def gemm_upcast(
     `swiglu` (limit, weights fp32 of rows or None): what `headrace.kernels.swiglu` makes of the bf16 product of a weight whose
     rows are interleaved, [m, n / 2]; in the same launch, with the same result.
     `rope` (cos, sin, D): what `headrace.kernels.rope` makes of the bf16 product's heads of D columns, so too.
+    `source_of_row` int32 [m], with group_of_row: the row of x [T, k] that each grouped row is; the result is that of the rows
+    copied to where they lie, [m, n]. Of rows without a group it may hold anything.
     """
     weight, scale = (t if t is None or t.dim() == 3 else t.unsqueeze(0) for t in (weight, scale))
     groups, n = weight.shape[:2]
     k = weight.shape[2] * VALUES[name]
-    m = x.shape[0] if side_by_side else x.shape[-2]
+    if source_of_row is not None and (group_of_row is None or source_of_row.shape != group_of_row.shape):
+        rows = "no group_of_row" if group_of_row is None else f"{group_of_row.shape[0]} in group_of_row"
+        raise ValueError(f"source_of_row names the rows of contiguous groups: {source_of_row.shape[0]} there, {rows}")
+    m = x.shape[0] if side_by_side else x.shape[-2] if source_of_row is None else source_of_row.shape[0]
     if x.shape[-1] != k or k % STEP:
         raise ValueError(f"x has {x.shape[-1]} columns and the weight {k}: must agree and be a multiple of {STEP}")
     masked = counts is not None
@@ -162,7 +168,8 @@ def gemm_upcast(
     cos, sin, head = (x, x, 0) if rope is None else (rope[0].contiguous(), rope[1].contiguous(), rope[2])
     if rope is not None and (head % 256 or n % head or weight.shape[0] > 1 or swiglu or out_dtype != torch.bfloat16):
         raise ValueError(f"RoPE needs one bf16 product of whole heads of a multiple of 256 columns, got {n} and {head}")
-    out = torch.empty(*x.shape[:-1], n // 2 if swiglu else n, dtype=out_dtype, device=x.device)
+    shape = x.shape[:-1] if source_of_row is None else source_of_row.shape
+    out = torch.empty(*shape, n // 2 if swiglu else n, dtype=out_dtype, device=x.device)
     if not rows:
         return out
     busy = min(m, expected_rows or (cdiv(m, groups) if group_of_row is not None else m))
@@ -183,8 +190,9 @@ def gemm_upcast(
     x_words = x if x_scale is None else x_scale.contiguous().view(torch.uint8).view(torch.int32)
     index = counts if masked else group_of_row if mode == 1 else x
     epilogue = {"GATED": swiglu is not None, "LIMIT": limit is not None, "ROW_WEIGHT": row_weight is not None}
-    epilogue |= {"HEAD": head, "HALF": cos.shape[-1] if rope else 0}
-    given = x if row_weight is None else row_weight.contiguous(), limit or 0.0, cos, sin
+    epilogue |= {"HEAD": head, "HALF": cos.shape[-1] if rope else 0, "GATHER": source_of_row is not None}
+    source = x if source_of_row is None else source_of_row.contiguous()
+    given = source, x if row_weight is None else row_weight.contiguous(), limit or 0.0, cos, sin
     if name in FIELD:
         _words_kernel[(column_tiles, grid_m, splits)](
             x.contiguous(), x if x_scale is None else x_scale.contiguous(), weight, scale, index, out, partial, counter,
@@ -204,9 +212,9 @@ def gemm_upcast(
 
 @triton.jit
 def _upcast_kernel(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, index_ptr, out_ptr, partial_ptr, counter_ptr, row_weight_ptr, limit,
-    cos_ptr, sin_ptr, m, rows, n, scale_rows, groups, HEAD: tl.constexpr, HALF: tl.constexpr, GATED: tl.constexpr,
-    LIMIT: tl.constexpr, ROW_WEIGHT: tl.constexpr,
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, index_ptr, out_ptr, partial_ptr, counter_ptr, source_ptr,
+    row_weight_ptr, limit, cos_ptr, sin_ptr, m, rows, n, scale_rows, groups, HEAD: tl.constexpr, HALF: tl.constexpr,
+    GATED: tl.constexpr, LIMIT: tl.constexpr, ROW_WEIGHT: tl.constexpr, GATHER: tl.constexpr,
     K: tl.constexpr, MODE: tl.constexpr, FORMAT: tl.constexpr, X_FP8: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -223,18 +231,19 @@ def _upcast_kernel(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     within = column < n
     row = row.to(tl.int64)
+    source = _source_of(source_ptr, row, live, m, GATHER)
     w_row = (group * n + tl.where(within, column, 0)).to(tl.int64)
     if FORMAT == 1:
         scale_at = w_scale_ptr + (group * scale_rows + tl.where(within, column, 0) // 32).to(tl.int64) * STEPS
     else:
         scale_at = w_scale_ptr + w_row * STEPS
     k = tl.arange(0, 128)
-    x_row = row[:, None] * K
+    x_row = source[:, None] * K
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
         x = tl.load(x_ptr + x_row + (step * 128 + k)[None, :], mask=live[:, None], other=0.0)
         if X_FP8:
-            x_scale = _ue8m0_word(tl.load(x_scale_ptr + row * STEPS + step, mask=live, other=0))
+            x_scale = _ue8m0_word(tl.load(x_scale_ptr + source * STEPS + step, mask=live, other=0))
             x = _scale_groups(x.to(tl.float32), x_scale)
         if FORMAT == 0:
             w = tl.load(w_ptr + w_row[:, None] * K + (step * 128 + k)[None, :])
@@ -265,6 +274,17 @@ def _rows_of_tile(index_ptr, tile, m, groups, MODE: tl.constexpr, BLOCK_M: tl.co
     else:
         group, first, row, live = _tile_rows(index_ptr, tile, m, row_tiles, MODE, BLOCK_M)
     return group, row, live
+
+
+@triton.jit
+def _source_of(source_ptr, row, live, m, GATHER: tl.constexpr):
+    """Rows of x int64 [BLOCK_M] that `row` are; read whether they live or not, so that this load waits for no other."""
+    if GATHER:
+        source = tl.load(source_ptr + row, mask=row < m, other=0).to(tl.int64)
+        source = tl.where(live, source, 0)
+    else:
+        source = row
+    return source
 
 
 @triton.jit
@@ -337,9 +357,9 @@ def _turned(value, row, live, first, cos_ptr, sin_ptr, HEAD: tl.constexpr, HALF:
 
 @triton.jit
 def _words_kernel(
-    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, index_ptr, out_ptr, partial_ptr, counter_ptr, row_weight_ptr, limit,
-    cos_ptr, sin_ptr, m, rows, n, scale_rows, groups, HEAD: tl.constexpr, HALF: tl.constexpr, GATED: tl.constexpr,
-    LIMIT: tl.constexpr, ROW_WEIGHT: tl.constexpr,
+    x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, index_ptr, out_ptr, partial_ptr, counter_ptr, source_ptr,
+    row_weight_ptr, limit, cos_ptr, sin_ptr, m, rows, n, scale_rows, groups, HEAD: tl.constexpr, HALF: tl.constexpr,
+    GATED: tl.constexpr, LIMIT: tl.constexpr, ROW_WEIGHT: tl.constexpr, GATHER: tl.constexpr,
     K: tl.constexpr, MODE: tl.constexpr, VALUES: tl.constexpr, X_FP8: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ATOMS: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -360,6 +380,7 @@ def _words_kernel(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     within = column < n
     row = row.to(tl.int64)
+    source = _source_of(source_ptr, row, live, m, GATHER)
     inside = tl.where(within, column, 0)
     word_at = w_ptr + (group * n + inside).to(tl.int64)[:, None] * (K // VALUES) + tl.arange(0, WORDS)[None, :]
     if VALUES == 4:
@@ -367,7 +388,7 @@ def _words_kernel(
     atom = tl.arange(0, ATOMS)
     scale_at = w_scale_ptr + (group.to(tl.int64) * (K // 128) + atom)[None, :] * scale_rows + inside[:, None]
     part = tl.arange(0, ATOMS * PART)
-    x_at = x_ptr + row[:, None] * K + (part // PART * 128 + part % PART)[None, :]
+    x_at = x_ptr + source[:, None] * K + (part // PART * 128 + part % PART)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
         words = tl.load(word_at + step * WORDS)
@@ -376,7 +397,7 @@ def _words_kernel(
             x = tl.load(x_at + step * (ATOMS * 128) + i * PART, mask=live[:, None], other=0.0)
             if X_FP8:
                 block = step * (ATOMS * 4) + part // PART * 4 + (i * PART + part % PART) // 32
-                byte = tl.load(x_scale_ptr + row[:, None] * (K // 32) + block[None, :], mask=live[:, None], other=0)
+                byte = tl.load(x_scale_ptr + source[:, None] * (K // 32) + block[None, :], mask=live[:, None], other=0)
                 x = (x.to(tl.float32) * (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)).to(tl.bfloat16)
             acc = dot(_decode_words(words, scale, i, VALUES, PAIRS), tl.trans(x), acc)
     acc *= 281474976710656.0  # 2^48: see FIELD

@@ -13,6 +13,7 @@ from headrace.kernels import tuning
 from headrace.kernels._triton import cdiv, next_power_of_2, tl, to_bf16, triton
 
 ALIGNMENT = 128
+FEW = 4096  # choices that one launch plans: each of its programs reads them all twice
 _TAKEN = tl.constexpr(-(2**31))  # below the integer of any score
 
 
@@ -208,37 +209,96 @@ def row_capacity(tokens: int, top_k: int, count: int, alignment: int = ALIGNMENT
 
 
 def plan_rows(experts: torch.Tensor, count: int, alignment: int = ALIGNMENT) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `plan_rows_reference`, two launches, no copy to the host."""
-    return _plan(experts, None, count, alignment)[:3]
+    """As `plan_rows_reference`, no copy to the host; one launch for few choices, two for many."""
+    row_of_choice, group_of_row, counts, *_ = _plan(experts, None, count, alignment, apart=False)
+    return row_of_choice, group_of_row, counts
 
 
 def plan_choices(
-    experts: torch.Tensor, weights: torch.Tensor, count: int, alignment: int = ALIGNMENT
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`plan_rows` and, instead of counts, the weight of each choice [T, k] in its row: fp32 [capacity], padding not written."""
-    row_of_choice, group_of_row, _, weight_of_row = _plan(experts, weights, count, alignment)
-    return row_of_choice, group_of_row, weight_of_row
+    experts: torch.Tensor, weights: torch.Tensor, count: int, alignment: int = ALIGNMENT, apart: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`plan_rows` and, instead of counts, what each row is: the weight of its choice fp32 [capacity], its token int32
+    [capacity], as `gemm_upcast` reads them; padding is not written there. `apart`: in two launches, however few choices."""
+    row_of_choice, group_of_row, _, weight_of_row, token_of_row = _plan(experts, weights, count, alignment, apart)
+    return row_of_choice, group_of_row, weight_of_row, token_of_row
 
 
 def _plan(
-    experts: torch.Tensor, weights: torch.Tensor | None, count: int, alignment: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    experts: torch.Tensor, weights: torch.Tensor | None, count: int, alignment: int, apart: bool
+) -> tuple[torch.Tensor, ...]:
     tokens, top_k = experts.shape
     row_of_choice = torch.empty_like(experts, memory_format=torch.contiguous_format)
     capacity = row_capacity(tokens, top_k, count, alignment)
     group_of_row = torch.empty(capacity, dtype=torch.int32, device=experts.device)
-    weight_of_row = None if weights is None else torch.empty(capacity, dtype=torch.float32, device=experts.device)
+    weight_of_row = torch.empty(0 if weights is None else capacity, dtype=torch.float32, device=experts.device)
+    token_of_row = torch.empty(0 if weights is None else capacity, dtype=torch.int32, device=experts.device)
     counts = torch.empty(count, dtype=torch.int32, device=experts.device)
-    shared = tuning.plan_rows()
     flat = experts.contiguous()
-    _count_kernel[(count,)](flat, counts, row_of_choice, group_of_row, tokens * top_k, capacity, **shared)
+    given = flat, flat if weights is None else weights.contiguous(), counts, row_of_choice, group_of_row
+    given = *given, weight_of_row, token_of_row, tokens * top_k
+    found = row_of_choice, group_of_row, counts, weight_of_row, token_of_row
+    shared = {"TOP_K": top_k, "ALIGN": alignment, "WEIGHTS": weights is not None}
+    if tokens * top_k <= FEW and not apart:
+        bins = max(32, next_power_of_2(count + 1))  # the last is that of choices not computed here
+        _plan_kernel[(count,)](*given, capacity, count, BINS=bins, **shared, **tuning.plan_few())
+        return found
+    config = tuning.plan_rows()
+    _count_kernel[(count,)](flat, counts, row_of_choice, group_of_row, tokens * top_k, capacity, **config)
     if tokens:
-        _place_kernel[(count,)](
-            flat, flat if weights is None else weights.contiguous(), counts, row_of_choice, group_of_row,
-            flat if weight_of_row is None else weight_of_row, tokens * top_k, count,
-            EXPERTS=next_power_of_2(count), ALIGN=alignment, WEIGHTS=weights is not None, **shared,
-        )  # fmt: skip
-    return row_of_choice, group_of_row, counts, weight_of_row
+        _place_kernel[(count,)](*given, count, EXPERTS=next_power_of_2(count), **shared, **config)
+    return found
+
+
+@triton.jit
+def _plan_kernel(
+    experts_ptr, weight_ptr, count_ptr, row_ptr, group_ptr, spread_ptr, token_ptr, choices, capacity, count,
+    BINS: tl.constexpr, TOP_K: tl.constexpr, ALIGN: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program an expert: each counts the choices of all, so that none waits for another, and each place has one writer."""
+    expert = tl.program_id(0)
+    counts = tl.zeros([BINS], tl.int32)
+    for begin in range(0, choices, BLOCK):
+        counts += tl.histogram(_chosen(experts_ptr, begin + tl.arange(0, BLOCK), choices, count), BINS)
+    other = tl.arange(0, BINS)
+    segments = tl.where(other < count, (counts + ALIGN - 1) // ALIGN * ALIGN, 0)
+    first = tl.sum(tl.where(other < expert, segments, 0), 0)
+    end = tl.sum(tl.where(other <= expert, segments, 0), 0)
+    for begin in range(tl.sum(segments, 0) + expert * BLOCK, capacity, tl.num_programs(0) * BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tl.store(group_ptr + at, tl.full([BLOCK], -1, tl.int32), mask=at < capacity)
+    row = first
+    for begin in range(0, choices, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        chosen = _chosen(experts_ptr, at, choices, count)
+        left_out = (chosen == tl.where(expert == 0, count, -1)) & (at < choices)
+        tl.store(row_ptr + at, tl.full([BLOCK], -1, tl.int32), mask=left_out)
+        row = _place(chosen == expert, at, row, expert, weight_ptr, row_ptr, group_ptr, spread_ptr, token_ptr, TOP_K, WEIGHTS)
+    tl.store(count_ptr + expert, row - first)
+    padding = row + tl.arange(0, ALIGN)
+    tl.store(group_ptr + padding, tl.full([ALIGN], -1, tl.int32), mask=padding < end)
+
+
+@triton.jit
+def _chosen(experts_ptr, at, choices, count):
+    """Experts of choices `at`; `count` where there is none of 0..count-1."""
+    chosen = tl.load(experts_ptr + at, mask=at < choices, other=-1)
+    return tl.where((chosen >= 0) & (chosen < count), chosen, count)
+
+
+@triton.jit
+def _place(
+    mine, at, row, expert, weight_ptr, row_ptr, group_ptr, spread_ptr, token_ptr,
+    TOP_K: tl.constexpr, WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """The choices `at` that are `mine` take rows of `expert` from `row` on, in order; the row behind them."""
+    order = tl.cumsum(mine.to(tl.int32), 0)
+    own = row + order - 1
+    tl.store(row_ptr + at, own, mask=mine)
+    tl.store(group_ptr + own, tl.zeros_like(own) + expert, mask=mine)
+    if WEIGHTS:
+        tl.store(spread_ptr + own, tl.load(weight_ptr + at, mask=mine, other=0.0), mask=mine)
+        tl.store(token_ptr + own, at // TOP_K, mask=mine)
+    return row + tl.max(order, 0)
 
 
 @triton.jit
@@ -263,8 +323,8 @@ def _fill(ptr, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _place_kernel(
-    experts_ptr, weight_ptr, count_ptr, row_ptr, group_ptr, spread_ptr, choices, count,
-    EXPERTS: tl.constexpr, ALIGN: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
+    experts_ptr, weight_ptr, count_ptr, row_ptr, group_ptr, spread_ptr, token_ptr, choices, count,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, ALIGN: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     other = tl.arange(0, EXPERTS)
@@ -273,12 +333,7 @@ def _place_kernel(
     for begin in range(0, choices, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         mine = tl.load(experts_ptr + at, mask=at < choices, other=-1) == expert
-        order = tl.cumsum(mine.to(tl.int32), 0)
-        tl.store(row_ptr + at, row + order - 1, mask=mine)
-        tl.store(group_ptr + row + order - 1, tl.full([BLOCK], 0, tl.int32) + expert, mask=mine)
-        if WEIGHTS:
-            tl.store(spread_ptr + row + order - 1, tl.load(weight_ptr + at, mask=mine, other=0.0), mask=mine)
-        row += tl.max(order, 0)
+        row = _place(mine, at, row, expert, weight_ptr, row_ptr, group_ptr, spread_ptr, token_ptr, TOP_K, WEIGHTS)
 
 
 def permute_reference(x: torch.Tensor, row_of_choice: torch.Tensor, rows: int) -> torch.Tensor:

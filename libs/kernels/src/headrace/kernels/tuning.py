@@ -230,6 +230,11 @@ def engram_gate(dim: int) -> dict[str, int]:
     return {"num_warps": 8 if dim > 2048 else 4}
 
 
+def plan_few() -> dict[str, int]:
+    """The plan of few choices in one launch. It has not run on a card yet."""
+    return {"BLOCK": 32 if INTERPRETED else 512, "num_warps": 4}
+
+
 def plan_rows() -> dict[str, int]:
     return {"BLOCK": 1024, "num_warps": 4}
 

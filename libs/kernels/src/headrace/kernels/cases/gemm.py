@@ -6,6 +6,7 @@ import torch
 
 from headrace.kernels import gemm_fp8, gemm_upcast, peers, quantize, rope
 from headrace.kernels.cases import Case, Problem, generator, randn, random_fp8
+from headrace.kernels.routing import permute, plan_choices
 from headrace.kernels.swiglu import swiglu
 
 # n, k of the benchmark tables: V4.1 projections, then the V3 family's
@@ -49,6 +50,9 @@ def cases() -> Iterator[Case]:
         yield upcast_grouped(name, 3, 64, 256, "small", masked=True)
         yield upcast_side_by_side(name, 18, 2, 64, 256, "small")
         yield upcast_gated(name, 384, 256, 256, "small", grouped=True)
+        yield upcast_gathered(name, 9, 5, 64, 256, name in ("fp8", "mxfp4", "fp8_words"), "small")
+        yield upcast_gathered(name, 64, 40, 4608, 2560, False, "full")
+        yield upcast_gathered(name, 300, 40, 640, 1280, name != "bf16", "full")
         yield upcast_gated(name, 70, 4608, 2560, "full", grouped=False)
         yield upcast_gated(name, 768, 4608, 2560, "full", grouped=True)
         for m in (1, 50, 300):
@@ -147,6 +151,36 @@ def upcast_gated(name: str, m: int, n: int, k: int, size: str, grouped: bool) ->
 
     shape = f"{name} {m}x{n}x{k}" + ", 3 groups" * grouped
     return Case("gemm_upcast swiglu", shape, build, 0.0, size)
+
+
+def upcast_gathered(name: str, tokens: int, experts: int, n: int, k: int, fp8: bool, size: str) -> Case:
+    """Rows read where their tokens lie: bit for bit what rows copied to their places give. Nothing else is read: padding, and
+    tokens that reach no expert, are NaN or lie outside."""
+
+    def build(device: torch.device, seed: int) -> Problem:
+        weight, _ = _small_weight(name, (experts, n, k), device, seed)
+        x, x_scale = _rows_of(tokens, k, fp8, device, seed + 1)
+        draw = torch.rand((tokens, experts), generator=generator(device, seed), device=device)
+        chosen = torch.where(draw[:, :1] < 0.3, -1, draw.topk(3).indices).int()
+        chosen[chosen == 1] = 0  # an expert without rows, and one that takes a token twice
+        alignment = 16 if tokens <= 64 else 32
+        row_of_choice, group_of_row, row_weight, source = plan_choices(chosen, draw[:, :3], experts, alignment)
+        written, none = group_of_row >= 0, (chosen < 0).all(1)
+        row_weight[~written], source[~written] = float("nan"), 1 << 30
+        copied = [t if t is None else permute(t, row_of_choice, len(source)) for t in (x, x_scale)]
+        scales = (copied[1], x_scale) if fp8 else (copied[0], x)
+        for t, rows in zip(scales, (~written, none), strict=True):
+            t[rows] = 255 if fp8 else float("nan")
+        what = {"group_of_row": group_of_row, "expected_rows": alignment, "alignment": alignment, "swiglu": (0.5, row_weight)}
+        plain = gemm_upcast.gemm_upcast
+        return Problem(
+            run=lambda: plain(x, *weight, x_scale, source_of_row=source, **what),
+            reference=lambda: plain(copied[0], *weight, copied[1], **what),
+            select=lambda out: out[written],
+        )
+
+    shape = f"{name} {tokens} tokens, {experts} groups, {n}x{k}" + " fp8 rows" * fp8
+    return Case("gemm_upcast gathered", shape, build, 0.0, size)
 
 
 def upcast_turned(name: str, m: int, heads: int, k: int, size: str) -> Case:

@@ -57,6 +57,11 @@ def cases() -> Iterator[Case]:
     for tokens, experts, dim, size in [(9, 5, 32, "small"), (700, 384, 512, "full"), (4096, 384, 5120, "full")]:
         yield rows_in_and_out(tokens, experts, dim, size, timed=tokens > 1000)
     yield rows_in_and_out(19, 5, 128, "small", timed=False, alignment=16)
+    for tokens, count, k, of in [(1, 3, 2, "any"), (0, 4, 2, "any"), (13, 12, 6, "any"), (9, 33, 6, "one"), (7, 9, 3, "none")]:
+        yield planned(tokens, count, k, of, 16, "small")
+    yield planned(33, 5, 3, "some", 128, "small")
+    for tokens, what in itertools.product((1, 64, 682), ("any", "one", "some")):
+        yield planned(tokens, 384, 6, what, 16, "full")
     moves = [(3, 7, "small", 256), (20, 50, "full", BLOCK_BYTES), (1024, 4096, "full", BLOCK_BYTES)]
     for records, total, size, bytes_ in moves:
         for direction in ("gather", "scatter"):
@@ -320,19 +325,19 @@ def rows_in_and_out(tokens: int, experts: int, dim: int, size: str, timed: bool,
         rows = routing.row_capacity(*chosen.shape, experts, alignment)
 
         def chain(plan, permute, combine):
-            row_of_choice, group_of_row, third = plan()
+            row_of_choice, *of_rows = plan()
             y = permute(x, row_of_choice, rows)
-            return row_of_choice, group_of_row, third, combine(y, row_of_choice, weights, shared)
+            return row_of_choice, *of_rows, combine(y, row_of_choice, weights, shared)
 
         def kernel_plan():
-            *plan, spread = routing.plan_choices(chosen, weights, experts, alignment)
-            return *plan, torch.where(plan[1] >= 0, spread, 0.0)
+            return _known(*routing.plan_choices(chosen, weights, experts, alignment))
 
         def reference_plan():
             plan = routing.plan_rows_reference(chosen, experts, alignment)
-            spread, there = torch.zeros(rows, device=device), plan[0] >= 0
+            spread, token, there = torch.zeros(rows, device=device), torch.zeros_like(plan[1]), plan[0] >= 0
             spread[plan[0][there].long()] = weights[there]
-            return *plan[:2], spread
+            token[plan[0][there].long()] = there.nonzero()[:, 0].int()
+            return *plan[:2], spread, token
 
         return Problem(
             run=lambda: chain(kernel_plan, routing.permute, routing.combine),
@@ -340,8 +345,34 @@ def rows_in_and_out(tokens: int, experts: int, dim: int, size: str, timed: bool,
         )
 
     name = f"{tokens}x{dim}, {experts} experts" + f", rows by {alignment}" * (alignment != 128)
-    return _case("permute+combine", name, build, (0.0, 0.0, 0.0, 1e-3), size, timed,
+    return _case("permute+combine", name, build, (0.0, 0.0, 0.0, 0.0, 1e-3), size, timed,
                  tokens * dim * 2 * (1 + 6 + 6 + 1 + 1))  # fmt: skip
+
+
+def _known(row_of_choice, group_of_row, weight_of_row, token_of_row):
+    """A plan, with 0 for what it does not write."""
+    there = group_of_row >= 0
+    return row_of_choice, group_of_row, torch.where(there, weight_of_row, 0.0), torch.where(there, token_of_row, 0)
+
+
+def planned(tokens: int, experts: int, top_k: int, what: str, alignment: int, size: str) -> Case:
+    """The plan in one launch, equal to that in two. Choices are any, all of one expert, none, or of every third expert."""
+
+    def build(device: torch.device, seed: int) -> Problem:
+        g = generator(device, seed)
+        chosen = torch.randint(-1, experts, (tokens, top_k), generator=g, device=device, dtype=torch.int32)
+        if what == "some":
+            chosen[chosen % 3 != 0] = -1
+        elif what != "any":
+            chosen.fill_(experts - 2 if what == "one" else -1)
+        weights = randn((tokens, top_k), device, seed + 1)
+        plan = routing.plan_choices
+        return Problem(
+            run=lambda: _known(*plan(chosen, weights, experts, alignment)),
+            reference=lambda: _known(*plan(chosen, weights, experts, alignment, apart=True)),
+        )
+
+    return _case("plan_choices", f"{tokens}x{top_k} {what} of {experts} experts by {alignment}", build, 0.0, size, False, 0)
 
 
 def move_blocks(records: int, total: int, size_bytes: int, direction: str, size: str, timed: bool) -> Case:

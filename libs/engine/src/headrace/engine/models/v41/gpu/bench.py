@@ -512,7 +512,8 @@ def arguments_for(program: str, text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--plain", action="store_true", help="weights as they are stored, not packed as the loader does")
     parser.add_argument("--eager", action="store_true", help="without captured graphs: to find out what fails")
     parser.add_argument("--one-stream", action="store_true", help="nothing runs beside a captured pass, as above")
-    parser.add_argument("--apart", action="store_true", help="SwiGLU, RoPE of queries and combining as launches of their own")
+    apart = "SwiGLU, RoPE of queries, the experts' rows, their plan's second half and combining as launches of their own"
+    parser.add_argument("--apart", action="store_true", help=apart)
     parser.add_argument("--small", action="store_true", help="the smallest dimensions: only to try the command")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     return parser

@@ -123,7 +123,7 @@ class V41Gpu:
         self.frequencies = torch.stack([rope_frequencies(c, kind) for kind in (False, True)]).to(device, torch.float32)
         self.first_stream = torch.eye(1, c.hc_mult, device=device).repeat(FEW, 1)  # coefficients that take the first
         self.captured: dict[tuple, Graph] = {}
-        self.fused = True  # whether SwiGLU and RoPE are epilogues and mHC's pass combines few rows; the result is the same
+        self.fused = True  # what could be a launch of its own is part of another, see `bench --apart`; the result is the same
         self.overlap = True  # whether captured passes use the streams below
         self.mixing, self.aside = Beside(device, 1), Beside(device, 2)
 
@@ -561,10 +561,13 @@ class V41Gpu:
         bias = ffn.bias if inside is None else torch.where(inside.unsqueeze(1), ffn.bias_vl, ffn.bias)
         experts, weights = route(logits, bias, ffn.top_k, scale=c.routed_scaling_factor, live=live)
         tile = ALIGNMENT if invariant else _tile(cdiv(2 * experts.numel(), ffn.count))
-        row_of_choice, group_of_row, weight_of_row = plan_choices(experts, weights, ffn.count, tile)
-        grouped = permute(x, row_of_choice, group_of_row.shape[0])
+        plan = plan_choices(experts, weights, ffn.count, tile, apart=not self.fused)
+        row_of_choice, group_of_row, weight_of_row, token_of_row = plan
         layout = {"group_of_row": group_of_row, "expected_rows": tile, "alignment": tile}
-        hidden = self._gated(ffn.w_in, grouped, weight_of_row, **layout)
+        if self.fused:
+            hidden = self._gated(ffn.w_in, x, weight_of_row, source_of_row=token_of_row, **layout)
+        else:
+            hidden = self._gated(ffn.w_in, permute(x, row_of_choice, group_of_row.shape[0]), weight_of_row, **layout)
         routed = ffn.w_out(hidden, invariant=invariant, **layout)
         self.aside.join()
         if self.fused and len(x) <= SIZES[-1]:  # rows of a decode graph: the pass that follows is short of work
