@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.api import Grammar
-from headrace.engine.grammar import KEPT, GrammarError, Grammars
+from headrace.engine.grammar import KEPT, WHITESPACE, GrammarError, Grammars
+from headrace.recipe.grammar import SPACE
 from headrace.recipe.protocol.demands import structured
 
 from .grammars import EOS, HOSTILE, SCHEMAS, closed, draw, small_grammars, tokens_of
@@ -83,6 +84,20 @@ def test_the_end_is_allowed_exactly_where_the_grammar_may_end(grammars):
     assert allowed == [a, a, [EOS, *a]] and matcher.ended
     assert tokens_of(matcher.mask()).tolist() == [EOS]
     assert matcher.accept(ids("a")) == 0 and matcher.ended, "a refused token changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("space", "allowed"),
+    [("", True), (" ", True), (" " * 8, True), ("\n", True), ("\r\n\t\t", True), (" \n" + " " * 64, True),
+     (" " * 9, False), ("\n\n", False), ("\n \n", False), ("\n" + " " * 65, False)],
+)  # fmt: skip
+def test_white_space_fills_no_answer(grammars, space, allowed):
+    """Indented JSON is written as anybody writes it; empty lines are not."""
+    value = closed({"a": {"const": 1}})
+    text = f'{{{space}"a": 1}}'
+    tokens = grammars._tokenizer.tokenize_str(text)
+    assert (grammars.matcher(schema(value)).accept(tokens) == len(tokens)) == allowed
+    assert SPACE == WHITESPACE, "inside of calls the same holds"
 
 
 def test_several_end_tokens(tmp_path):

@@ -35,7 +35,8 @@ from .alternatives import MAX_WAYS, Wide, children, fragments, overflow, wide_pl
 MAX_TEXT = 256 << 10  # characters of a grammar
 KEPT, KEPT_TEXT = 256, 16 << 20  # compiled grammars kept, and characters of all of them
 MAX_MULTIPLE = 50_000  # least common multiple of a schema's `multipleOf`: an automaton counts to it
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"  # between JSON's tokens: a model can't fill its answer with it
+# Between JSON's tokens: a few blanks, or one line break and an indent. A model can't fill its answer with empty lines.
+WHITESPACE = r"[\x20\x09]{1,8}|[\x20\x09]{0,8}\x0D?\x0A[\x20\x09]{0,64}"
 TRIALS = 64  # parts of a wrong schema that are tried to find the wrong one
 
 _LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=MAX_WAYS, verbose_errors=False)

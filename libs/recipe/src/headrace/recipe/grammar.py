@@ -26,7 +26,8 @@ from .protocol.schema import closed
 
 MAX_BYTES = 256 << 10
 TokenId = Callable[[str], int | None]
-SPACE = r"[\x20\x0A\x0D\x09]{1,64}"  # between the tokens of a JSON value inside a call
+# Between the tokens of a JSON value inside a call: a few blanks, or one line break and an indent.
+SPACE = r"[\x20\x09]{1,8}|[\x20\x09]{0,8}\x0D?\x0A[\x20\x09]{0,64}"
 _GAPS = {"v4": ("", "tool_calls"), "v41": (" ", " calls")}  # between the DSML token and a tag; the block's tag
 _PLAIN = {"type", "enum", "const", "minLength", "maxLength", "title", "description", "default", "examples", "$comment"}
 _NOT_AT_ROOT = (
