@@ -286,7 +286,12 @@ def test_killed_process_is_named_and_started_again(up, victim):
             continue
         break
     assert answer["usage"]["completion_tokens"] == 8
-    assert f"{victim} was killed by SIGKILL after" in up.errors.read_text()
+    said = up.errors.read_text()
+    assert f"{victim} was killed by SIGKILL after" in said
+    assert '"level": "info"' not in said, "what is no trouble explains no death"
+    while not re.search(rf"\] {victim} is ready again, \d+\.\d s after it died\n", up.errors.read_text()):
+        assert time.monotonic() < deadline, f"{victim} was never said to be ready again:\n{up.errors.read_text()[-3000:]}"
+        time.sleep(0.1)
 
 
 def child_pid(up: Up, name: str) -> int:

@@ -48,6 +48,17 @@ async def test_killed_child_is_named_with_its_last_lines_and_started_again(tmp_p
     assert service.pid is None
 
 
+async def test_last_lines_are_of_the_last_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "BACKOFF_FIRST", 0.02)
+    said: list[list[str]] = []
+    keeper = Supervisor(lambda death: said.append(death.child.last_lines()) or len(said) < 2)
+    service = child(tmp_path, "import os; print(os.getpid())")
+    await keeper.start(service)
+    await asyncio.wait_for(service.keeper, 10)
+    (first,), (second,) = said
+    assert first != second
+
+
 async def test_pauses_between_restarts_grow(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "BACKOFF_FIRST", 0.02)
     pauses: list[float] = []

@@ -37,6 +37,7 @@ class Child:
     starts: int = 0
     keeper: asyncio.Task | None = None
     stopping: bool = False
+    log_start: int = 0  # bytes of its log that earlier starts wrote
     hold: float = 0.0  # time.monotonic() before which it is not started again: a drill's outage
 
     @property
@@ -44,10 +45,10 @@ class Child:
         return self.process.pid if self.process and self.process.returncode is None else None
 
     def last_lines(self, count: int = 8) -> list[str]:
-        """The end of its log."""
+        """The end of its log, of the last start only."""
         try:
             with self.log.open("rb") as file:
-                file.seek(max(0, self.log.stat().st_size - 16384))
+                file.seek(max(self.log_start, self.log.stat().st_size - 16384))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             return []
@@ -140,6 +141,7 @@ class Supervisor:
     async def _spawn(self, child: Child) -> None:
         child.starts += 1
         with child.log.open("ab") as log:
+            child.log_start = log.tell()
             child.process = await asyncio.create_subprocess_exec(
                 *child.argv,
                 env={**os.environ, **child.env},

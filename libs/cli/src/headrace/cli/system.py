@@ -26,8 +26,10 @@ from headrace.bus.service import authority
 from headrace.cli import checkpoint, shared_memory
 from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
+from headrace.cli.log_lines import telling
 from headrace.cli.nats_server import NatsServer
 from headrace.cli.ports import check_host, free_port, holder, is_free
+from headrace.cli.returns import Returns
 from headrace.cli.state import Running, StateDir
 from headrace.cli.supervisor import Child, Death, Supervisor
 
@@ -72,6 +74,7 @@ class System:
         self.bundled = None if chosen else checkpoint.bundled_checkpoint()
         self.model: Path | None = None
         self.ready = False
+        self._returns = Returns(console.say)
         self._failure = ""
         self._failed = asyncio.Event()
         self.shm_dir = shared_memory.folder_of(state.path)
@@ -112,7 +115,9 @@ class System:
         await self.supervisor.start(self.nats.child)
         await self._unless_failed(self.nats.ready())
         self.bus = await Bus.connect(self.nats.settings, name="headrace-up")
+        self.bus.on_reconnect.append(lambda: self._returns.back("nats"))
         self.peers = Peers(self.bus)
+        self.peers.watch(self._returns.on_presence)
         await self.peers.start()
         self.console.say(f"NATS listens on {self.nats.url}; starting {self._plan()}")
         for role, children in self._children(port).items():
@@ -137,9 +142,7 @@ class System:
             if any(child.pid for child in children):
                 self.console.status(f"stopping {', '.join(child.name for child in children)}")
             for child in await self.supervisor.stop(children, budget):
-                self.console.alert(
-                    f"{child.name} did not stop within {budget:.0f} s and was killed; its log: {child.log}"
-                )
+                self.console.alert(f"{child.name} did not stop within {budget:.0f} s and was killed; its log: {child.log}")
         if self.nats:
             await self.supervisor.stop([self.nats.child], STOP_BUDGET)
             self.nats.forget()
@@ -238,12 +241,15 @@ class System:
 
     def _on_death(self, death: Death) -> bool:
         """A child ended by itself: during the start that is the end of it all, later it is started again."""
-        lines = "\n".join(f"    {line}" for line in death.child.last_lines())
+        log = death.child.log
+        lines = telling(death.child.last_lines(200), time.time())
+        said = "\n    ".join([f"The end of {log}:", *lines]) if lines else f"Its log: {log}"
         if not self.ready:
-            self._failure = self._failure or f"{death} while starting. The end of {death.child.log}:\n{lines}"
+            self._failure = self._failure or f"{death} while starting. {said}"
             self._failed.set()
             return False
-        self.console.alert(f"{death}; starting it again in {death.pause:.1f} s. The end of {death.child.log}:\n{lines}")
+        self._returns.died(death.child.name, self.peers)
+        self.console.alert(f"{death}; starting it again in {death.pause:.1f} s. {said}")
         return True
 
     def _on_restart(self, child: Child) -> None:

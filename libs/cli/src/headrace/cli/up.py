@@ -22,7 +22,7 @@ from headrace.cli.errors import CommandError
 from headrace.cli.system import DEFAULT_PORT, Options, System
 
 EPILOG = """\
-A service that dies is named, with the end of its log, and started again. Logs: .headrace/logs/. Settings of the services:
+A service that dies is named, with what its log says of the reason, and started again. Logs: .headrace/logs/. Settings of the services:
 a YAML file (--config) or HEADRACE_* variables; `headrace decode --help` lists them.
 """
 INTERRUPTED = 130  # exit status of a command that was interrupted while starting
