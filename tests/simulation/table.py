@@ -243,8 +243,8 @@ def request_words(r: request.Request, event: Any, now: float) -> str:
             return "others wait" if ahead else f"nobody waits{lost}"
         case request.Called():
             return f"its turn{lost}" if r.phase is request.Phase.LINE else ""
-        case request.NoPair():
-            return f"no pair, {_why_no_pair(r, now)}"
+        case request.NoPair(_, coming):
+            return f"no pair, {_why_no_pair(r, coming, now)}"
         case request.Seen(error):
             return "images are known" if error is None else "images can't be known"
         case request.Refused(_, _, refusal):
@@ -270,14 +270,18 @@ def request_words(r: request.Request, event: Any, now: float) -> str:
     return _GATEWAY.get(type(event), "")
 
 
-def _why_no_pair(r: request.Request, now: float) -> str:
+def _why_no_pair(r: request.Request, coming: bool, now: float) -> str:
     full = r.refusal is not None and r.refusal.code in ("busy", "full")
     if r.shunned:
         return "some are shunned" + (", the others are full" if full and now < r.lost + r.limits.worker else "")
     if r.refusal is not None and r.refusal.code not in request.WAIT_CODES:
         return "all are full" if full else "refused for good"
-    there = now < (r.nobody or now) + r.limits.worker
-    return "nobody is there" if there else "nobody came in `worker_seconds`"
+    waited = now - (r.nobody or now)
+    if waited < r.limits.worker:
+        return "nobody is there"
+    if coming and waited >= max(r.limits.worker, r.limits.queue):
+        return "one was starting for `queue_seconds`"
+    return "nobody came in `worker_seconds`" + (", one is starting" if coming else "")
 
 
 def _last_time(r: request.Request) -> str:

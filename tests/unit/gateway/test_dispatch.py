@@ -305,6 +305,29 @@ async def test_a_worker_that_lost_it_is_not_asked_again_because_another_is_busy(
     await quiet(bare)
 
 
+async def test_a_worker_that_is_starting_is_waited_for_longer_than_nobody(bare):
+    """As when the only one restarts and takes long to load: its presence says so."""
+    await bare.start_gateway(worker_seconds=0.3, queue_seconds=3.0)
+    await bare.add_prefill()
+    began = time.monotonic()
+    status, _, reply = await bare.post(chat())
+    assert status == 503 and "came within 0.3 s" in reply["error"]["message"] and time.monotonic() - began < 2.5
+    decode = await bare.add_decode()
+    await bare.gateway.peers.wait_for("decode")
+    decode.set_state("starting")
+    await eventually(lambda: not any(group.decodes for group in bare.gateway.router.groups.values()))
+    task = asyncio.create_task(bare.post(chat()))
+    await asyncio.sleep(1.0)
+    assert not task.done()
+    decode.set_state("ready")
+    assert (await task)[0] == 200
+    decode.set_state("starting")
+    await eventually(lambda: not any(group.decodes for group in bare.gateway.router.groups.values()))
+    status, _, reply = await bare.post(chat())
+    assert status == 503 and "came within 3 s" in reply["error"]["message"]
+    await quiet(bare)
+
+
 def start_process(role, *flags) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-m", f"headrace.{role}", *flags])
 

@@ -48,6 +48,10 @@ EVENTS = {  # the table's words -> what the state has besides its phase, and the
     "no pair, all are full": ({"refusal": m.Refused("full", "why")}, request.NoPair("worker")),
     "no pair, nobody is there": ({}, request.NoPair("worker")),
     "no pair, nobody came in `worker_seconds`": ({"nobody": NOW - LIMITS.worker}, request.NoPair("worker")),
+    "no pair, nobody came in `worker_seconds`, one is starting": (
+        {"nobody": NOW - LIMITS.worker}, request.NoPair("worker", True)
+    ),
+    "no pair, one was starting for `queue_seconds`": ({"nobody": NOW - LIMITS.queue}, request.NoPair("worker", True)),
     "no pair, refused for good": ({"refusal": m.Refused("mismatch", "why")}, request.NoPair("worker")),
     "only another checkpoint is there": ({}, request.OtherOutput("worker")),
     "its turn": ({}, request.Called()),

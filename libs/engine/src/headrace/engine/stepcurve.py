@@ -17,7 +17,7 @@ from .runner import Runner
 from .windows import LOOK_BACK
 
 REPEATS = 5  # timed runs of a size, after one that is not; the fastest counts: others have a share of somebody else's work
-LIMIT = 10.0  # seconds for all of it: sizes that do not fit in are left to the last line of the curve
+LIMIT = 6.0  # seconds for all of it: sizes that do not fit in are left to the last line of the curve
 
 
 @torch.inference_mode()

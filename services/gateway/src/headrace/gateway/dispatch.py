@@ -250,7 +250,7 @@ class Dispatcher:
         record.pair = self.router.choose(group, record.prompt.hashes, len(record.prompt.ids), set(effect.without))
         if record.pair is None:
             missing = "" if group.prefills and group.decodes else "prefill " if group.decodes else "decode "
-            return self.happens(record, request.NoPair(f"{missing}worker for {group.model}"))
+            return self.happens(record, request.NoPair(f"{missing}worker for {group.model}", self.router.coming(group)))
         self.happens(record, request.Pair(record.pair[0].instance, record.pair[1].instance))
 
     async def _look(self, record: Record) -> None:

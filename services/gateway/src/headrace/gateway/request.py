@@ -138,9 +138,10 @@ class Pair(Struct, frozen=True):
 
 
 class NoPair(Struct, frozen=True):
-    """An answer to `Choose`. `missing`: what is not there, in words."""
+    """An answer to `Choose`. `missing`: what is not there, in words; `coming`: a process that would be it is starting."""
 
     missing: str
+    coming: bool = False
 
 
 class OtherOutput(Struct, frozen=True):
@@ -453,8 +454,8 @@ def _placing(r: Request, event: Any, now: float) -> Step:
             return after, [Admit(after.attempt, decode)]
         case Phase.PLACING, NoPair() if r.shunned and not (_full(r) and now < r.lost + r.limits.worker):
             return _choose(replace(r, shunned=NOBODY))  # there is nobody else, or none that has room soon
-        case Phase.PLACING, NoPair(missing):
-            return _nobody(r, missing, now)
+        case Phase.PLACING, NoPair():
+            return _nobody(r, event, now)
         case Phase.PLACING, OtherOutput(missing):
             return _give_up(r, errors.no_workers(missing))
         case Phase.LINE, LineFull(waiting):
@@ -485,16 +486,20 @@ def _choose(r: Request) -> Step:
     return replace(r, phase=Phase.PLACING, until=math.inf), [Choose(r.excluded | r.shunned)]
 
 
-def _nobody(r: Request, missing: str, now: float) -> Step:
-    """Nobody has room, or nobody is there. One that was killed or drained is replaced soon; a mismatch is not."""
+def _nobody(r: Request, event: NoPair, now: float) -> Step:
+    """Nobody has room, or nobody is there. One that was killed or drained is replaced soon; a mismatch is not. One that is
+    starting is worth a longer wait, and is looked for again every second."""
     if _full(r):
         return _wait(replace(r, nobody=0.0), now)
     if r.refusal is not None and r.refusal.code not in WAIT_CODES:
         return _give_up(r, errors.from_refusal(r.refusal, "workers"))
-    nobody = r.nobody or now
-    if now >= nobody + r.limits.worker:
-        return _give_up(r, errors.no_workers(missing, r.limits.worker))
-    return _wait(replace(r, nobody=nobody), now)
+    nobody, patience = r.nobody or now, r.limits.worker
+    if event.coming:
+        patience = max(patience, r.limits.queue)
+    if now >= nobody + patience:
+        return _give_up(r, errors.no_workers(event.missing, patience))
+    after, effects = _wait(replace(r, nobody=nobody), now)
+    return replace(after, until=max(after.until, min(now + 1.0, nobody + patience))), effects
 
 
 def _full(r: Request) -> bool:

@@ -133,6 +133,12 @@ class Router:
             for decode in group.decodes if decode.instance not in without
         )  # fmt: skip
 
+    def coming(self, group: Group) -> bool:
+        """Whether a worker is starting whose role nobody has in this group."""
+        missing = {role for role, there in (("prefill", group.prefills), ("decode", group.decodes)) if not there}
+        starting = [w.presence for w in self.workers.values() if w.presence.state == "starting"]
+        return any((p.role in missing or p.both) and p.model in ("", group.model) for p in starting)
+
     def resident(self, group: Group, hashes: Sequence[bytes]) -> int:
         """Leading tokens of a prompt that some worker holds."""
         return max(self.residency.match(hashes).values(), default=0) * group.block_tokens if hashes else 0

@@ -64,7 +64,7 @@ class GatewaySettings(Settings):
     request_seconds: Annotated[float, Meta(gt=0, description="deadline of a request, waiting included")] = 600.0
     queue_seconds: Annotated[float, Meta(gt=0, description="longest wait for a worker that has room; then 429")] = 60.0
     worker_seconds: Annotated[
-        float, Meta(ge=0, description="longest wait while no worker is ready, as when one restarts; then 503")
+        float, Meta(ge=0, description="longest wait while no worker is ready (queue_seconds where one is starting); then 503")
     ] = 10.0
     max_queue: Annotated[int, Meta(ge=0, description="requests that may wait for a worker; more get 429")] = 1024
     max_requests: Annotated[int, Meta(ge=1, description="requests in flight; more get 429")] = 4096
