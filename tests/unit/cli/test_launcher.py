@@ -10,6 +10,7 @@ import os
 import pty
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,16 @@ echo "$@" >>"{calls}"
 case "$*" in
     *"{fails}"*) echo "ERROR: no such wheel"; exit 1 ;;
     "-V") echo "Python 3.11.7" ;;
-    "-m headrace.cli"*) echo "CLI $*" ;;
+    "-m headrace.cli"*) echo "CLI $*"; echo "called $HEADRACE_PROGRAM" >&2 ;;
 esac
+"""
+
+# Not a shell script: shells take the signals that are kept back from them.
+INTERRUPTED_PYTHON = """#!{python}
+import os, signal, sys
+if sys.argv[1:3] == ["-m", "headrace.cli"]:
+    os.kill(os.getpid(), signal.SIGINT)
+    os.execv("{python}", ["{python}", *sys.argv[1:]])
 """
 
 
@@ -60,7 +69,7 @@ def test_no_python_is_one_sentence(path, tmp_path):
 
 
 def test_python_that_is_too_old_is_named(path, tmp_path):
-    (path / "python3").write_text("#!/bin/sh\n[ \"$1\" = -V ] && echo Python 3.9.2 && exit 0\nexit 1\n")
+    (path / "python3").write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.2 && exit 0\nexit 1\n')
     (path / "python3").chmod(0o755)
     assert "this machine has Python 3.9.2" in launch(path, tmp_path, "up").stderr
 
@@ -84,6 +93,7 @@ def test_installs_once_torch_first_then_starts_the_command(path, tmp_path):
     done = launch(path, tmp_path, "chat", "hello there")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "CLI -m headrace.cli chat hello there\n"
+    assert done.stderr.endswith(f"called {LAUNCHER}\n"), "texts name the program as it was called"
     installs = [line for line in calls.read_text().splitlines() if " install " in line]
     assert [line.split(" install ")[1] for line in installs] == ["torch==2.13.0", "-r requirements.txt"]
     calls.unlink()
@@ -104,6 +114,20 @@ def test_help_of_test_needs_no_installation(path, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: headrace test")
     assert not (tmp_path / "venv").exists()
+
+
+def test_an_interrupt_is_kept_back_until_it_is_harmless(path, tmp_path):
+    """While Python itself starts, before any line of the command, it would be a traceback."""
+    if subprocess.run(["env", "--block-signal=INT", "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("this env cannot block signals")
+    (path / "env").symlink_to(shutil.which("env"))
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(INTERRUPTED_PYTHON.format(python=sys.executable))
+    python.chmod(0o755)
+    done = launch(path, tmp_path, "--help", PYTHONPATH=os.environ.get("PYTHONPATH", ""))
+    assert done.returncode == 130 and done.stdout == "", done.stderr
+    assert done.stderr.splitlines()[-1].startswith("headrace: installing headrace"), "nothing after the installation"
 
 
 def test_folders_may_have_spaces_in_their_names(path, tmp_path):

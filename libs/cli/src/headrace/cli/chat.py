@@ -21,10 +21,11 @@ import uvloop
 from headrace.cli import state
 from headrace.cli.console import DIM, Console, paint
 from headrace.cli.errors import CommandError
+from headrace.cli.program import program, say
 
 EPILOG = """\
 Reasoning is shown dimmed on a terminal and left out elsewhere. The last line, on stderr, begins with the
-request id for `headrace trace`.
+request id for `{program} trace`.
 """
 SILENCE = 120.0  # seconds without a byte after which the server is given up
 
@@ -52,13 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     parser.add_argument("--thinking", action="store_true", help="let the model reason first")
-    parser.add_argument("--url", help="another server (default: the one that `headrace up` started here)")
+    parser.add_argument("--url", help=say("another server (default: the one that `{program} up` started here)"))
     state.add_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.message == "-" and sys.stdin.isatty():
-        raise CommandError('what shall be asked? For example: headrace chat "Why is the sky blue?"')
+        raise CommandError(say('what shall be asked? For example: {program} chat "Why is the sky blue?"'))
     url = args.url or state.running_soon(args.state_dir, Console()).url
     text = sys.stdin.read() if args.message == "-" else args.message
     if not text.strip():
@@ -106,9 +107,7 @@ async def _show(url: str, body: dict) -> Answer:
     return answer
 
 
-async def stream(
-    url: str, body: dict, answer: Answer, headers: dict[str, str] | None = None
-) -> AsyncIterator[tuple[str, str]]:
+async def stream(url: str, body: dict, answer: Answer, headers: dict[str, str] | None = None) -> AsyncIterator[tuple[str, str]]:
     """Send a chat request; yields ("content" | "reasoning", text) as it comes and fills `answer`.
 
     Raises CommandError for an error object, an unreachable server, or SILENCE."""
@@ -130,7 +129,7 @@ async def stream(
     except TimeoutError:
         raise CommandError(f"{url} was silent for {SILENCE:.0f} s") from None
     except (aiohttp.ClientError, OSError) as error:
-        raise CommandError(f"cannot talk to {url}: {error}; is it running? `headrace doctor` tells") from None
+        raise CommandError(f"cannot talk to {url}: {error}; is it running? `{program()} doctor` tells") from None
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict]:

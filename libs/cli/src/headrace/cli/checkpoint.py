@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
+from headrace.cli.program import program
 from headrace.cli.supervisor import die_with_parent
 
 PRESETS = ("nano", "nano-vision", "tiny", "w16", "v4-w16")
@@ -62,7 +63,7 @@ def check_model(path: Path) -> Path:
     """`path` if it looks like a checkpoint at all; a CommandError that says what is missing. (The engine checks the rest.)"""
     if not path.is_dir():
         raise CommandError(
-            f"there is no checkpoint at {path}; `headrace make-checkpoint --preset nano {path}` writes a random one"
+            f"there is no checkpoint at {path}; `{program()} make-checkpoint --preset nano {path}` writes a random one"
         )
     missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).exists()]
     if missing:

@@ -30,6 +30,7 @@ from headrace.cli import nats_server, shared_memory, state
 from headrace.cli.console import BOLD, GREEN, RED, paint
 from headrace.cli.errors import CommandError
 from headrace.cli.ports import holder, is_free
+from headrace.cli.program import program
 from headrace.cli.system import DEFAULT_PORT
 from headrace.cli.trace import SETTLE
 
@@ -94,9 +95,7 @@ def python() -> Finding:
     text = f"{platform.python_version()} at {sys.executable}"
     if (3, 11) <= sys.version_info[:2] <= (3, 12):
         return Finding("python", "ok", text)
-    return Finding(
-        "python", "problem", f"{text}; 3.11 and 3.12 are what it runs on", "set HEADRACE_PYTHON and remove .venv"
-    )
+    return Finding("python", "problem", f"{text}; 3.11 and 3.12 are what it runs on", "set HEADRACE_PYTHON and remove .venv")
 
 
 def packages() -> Finding:
@@ -108,9 +107,7 @@ def packages() -> Finding:
         except metadata.PackageNotFoundError:
             missing.append(f"headrace-{name}")
     if missing:
-        return Finding(
-            "packages", "note", f"not installed here: {', '.join(missing)}", "pip install -r requirements.txt"
-        )
+        return Finding("packages", "note", f"not installed here: {', '.join(missing)}", "pip install -r requirements.txt")
     if len(set(versions.values())) > 1:
         return Finding("packages", "problem", f"different versions: {versions}", "pip install -r requirements.txt")
     return Finding("packages", "ok", f"all {len(versions)} distributions, version {versions['cli']}")
@@ -139,9 +136,7 @@ def kernels() -> Finding:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=WARM_SECONDS)
     except subprocess.TimeoutExpired:
-        return Finding(
-            "kernels", "note", f"not all compiled after {WARM_SECONDS} s", "run it again: it goes on from its cache"
-        )
+        return Finding("kernels", "note", f"not all compiled after {WARM_SECONDS} s", "run it again: it goes on from its cache")
     if done.returncode == NO_DEVICE:
         return Finding("kernels", "ok", "no CUDA device: the CPU implementations are used")
     try:
@@ -223,9 +218,7 @@ def disk(where: state.StateDir) -> Finding:
     if not os.access(folder, os.W_OK):
         return Finding("state directory", "problem", f"{where.path} is not writable", "choose another with --state-dir")
     if free < DISK_WANTED:
-        return Finding(
-            "state directory", "note", f"{size(free)} free at {where.path}", "choose another disk with --state-dir"
-        )
+        return Finding("state directory", "note", f"{size(free)} free at {where.path}", "choose another disk with --state-dir")
     return Finding("state directory", "ok", f"{where.path}, {size(free)} free")
 
 
@@ -236,9 +229,7 @@ def api_port(where: state.StateDir) -> Finding:
     if is_free(DEFAULT_PORT):
         return Finding(f"port {DEFAULT_PORT}", "ok", "free")
     who = holder(DEFAULT_PORT) or "another user's process"
-    return Finding(
-        f"port {DEFAULT_PORT}", "note", f"in use by {who}", "another system takes another port; --port chooses it"
-    )
+    return Finding(f"port {DEFAULT_PORT}", "note", f"in use by {who}", "another system takes another port; --port chooses it")
 
 
 # ---------------------------------------------------------------- the running system
@@ -250,7 +241,7 @@ async def running_system(where: state.StateDir) -> list[Finding]:
     if where.starting():
         return [Finding("system", "note", f"is still starting from {where.path}", "look again when `up` says that it is ready")]
     if running is None:
-        return [Finding("system", "note", f"none is recorded in {where.path}", "start one: headrace up")]
+        return [Finding("system", "note", f"none is recorded in {where.path}", f"start one: {program()} up")]
     findings = [Finding("system", "ok", f"pid {running.pid}, engine {running.engine}, {running.model}")]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session:
         findings.append(await _get(session, "gateway", f"{running.url}/ready", f"see {where.logs}/gateway.log"))

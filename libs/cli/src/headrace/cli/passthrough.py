@@ -1,12 +1,13 @@
-"""Commands whose words belong to another program: they replace this process with it."""
+"""Commands whose words belong to another program: this process becomes it."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
+from types import ModuleType
 
 from headrace.cli.errors import CommandError
+from headrace.cli.program import program
 
 PASS_THROUGH = True
 BENCHES = {  # name -> what it measures, and about how long that takes on two cores
@@ -23,26 +24,36 @@ BENCHES = {  # name -> what it measures, and about how long that takes on two co
 
 
 def run(name: str, argv: list[str]) -> int:
-    """Replace this process by the module behind `name`. Does not return, except after help or to refuse."""
+    """Run the module behind `name` in this process. Raises CommandError: there is none."""
+    called = f"{program()} {name}"
     if name == "bench":
         if argv and argv[0] in ("-h", "--help"):
             print(bench_help())
             return 0
         if not argv or argv[0] not in BENCHES:
-            what = (
-                f"{argv[0]!r} cannot be measured" if argv and not argv[0].startswith("-") else "what shall be measured?"
-            )
+            what = f"{argv[0]!r} cannot be measured" if argv and not argv[0].startswith("-") else "what shall be measured?"
             raise CommandError(f"{what} Choose one of: {', '.join(BENCHES)}. Each takes --help.")
-        module, argv = f"headrace.{argv[0]}.bench", argv[1:]
+        module, called, argv = f"headrace.{argv[0]}.bench", f"{called} {argv[0]}", argv[1:]
     else:
-        module = f"headrace.{name}"
+        module = f"headrace.{name}.__main__"
     require(module)
-    os.execv(sys.executable, [sys.executable, "-m", module, *argv])
+    become(module, called, argv)
+    return 0
+
+
+def become(name: str, called: str, argv: list[str]) -> None:
+    """What `python -m name` does, here, with its interrupts caught; `called`: how its help names it."""
+    spec = importlib.util.find_spec(name)
+    module = ModuleType("__main__")
+    module.__spec__, module.__file__, module.__package__ = spec, spec.origin, spec.parent  # processes that it starts import it
+    sys.modules["__main__"] = module
+    sys.argv = [called, *argv]
+    exec(spec.loader.get_code(name), module.__dict__)  # as runpy does
 
 
 def bench_help() -> str:
     """The page that `headrace bench --help` prints."""
-    lines = ["usage: headrace bench WHAT [arguments]", "", "Each takes --help, and --json for figures to keep:"]
+    lines = [f"usage: {program()} bench WHAT [arguments]", "", "Each takes --help, and --json for figures to keep:"]
     return "\n".join([*lines, *(f"  {name:<9} {what} ({took})" for name, (what, took) in BENCHES.items())])
 
 

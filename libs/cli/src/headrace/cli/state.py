@@ -23,6 +23,7 @@ from pathlib import Path
 from headrace.bus import BusSettings
 from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
+from headrace.cli.program import program
 
 PATIENCE = 240.0  # seconds; `up` itself gives up before
 
@@ -62,9 +63,7 @@ class StateDir:
                 folder.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / "lock").open("a+")
         except OSError as error:
-            raise CommandError(
-                f"cannot write to the state directory {self.path}: {error.strerror}; use --state-dir"
-            ) from None
+            raise CommandError(f"cannot write to the state directory {self.path}: {error.strerror}; use --state-dir") from None
         if not self._take():
             self.close()
             running = self.read()
@@ -164,7 +163,7 @@ def running_or_fail(state: StateDir) -> Running:
     if running is None and state.starting():
         raise CommandError(f"the system in {state.path} is still starting; try again when `up` says that it is ready")
     if running is None:
-        raise CommandError(f"no running system is recorded in {state.path}; start one with `headrace up`")
+        raise CommandError(f"no running system is recorded in {state.path}; start one with `{program()} up`")
     return running
 
 

@@ -20,7 +20,7 @@ from headrace.cli.errors import CommandError
 
 EPILOG = """\
 The id is the server's (`id` of an answer) or the one that you sent as X-Request-Id. Works after the request ended, as
-long as the processes that took part live and remember it. As it happens, for every request: headrace trace --follow
+long as the processes that took part live and remember it. As it happens, for every request: {program} trace --follow
 """
 SETTLE = 0.6  # seconds in which every living process has answered a hello
 BAR = 28  # characters of a full-width bar
@@ -45,9 +45,7 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("request", nargs="?", default="", metavar="REQUEST_ID", help="the server's id or the client's")
-    parser.add_argument(
-        "--json", action="store_true", help="events as JSON, one array (with --follow: one object a line)"
-    )
+    parser.add_argument("--json", action="store_true", help="events as JSON, one array (with --follow: one object a line)")
     parser.add_argument(
         "--follow", action="store_true", help="show events as they happen, of one request or of all, until Ctrl-C"
     )

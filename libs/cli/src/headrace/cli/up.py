@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import shlex
 import signal
 import sys
@@ -19,11 +18,12 @@ from headrace.cli import state
 from headrace.cli.checkpoint import PRESETS
 from headrace.cli.console import BOLD, Console, paint
 from headrace.cli.errors import CommandError
+from headrace.cli.program import program
 from headrace.cli.system import DEFAULT_PORT, Options, System
 
 EPILOG = """\
-A service that dies is named, with what its log says of the reason, and started again. Logs: .headrace/logs/. Settings of the services:
-a YAML file (--config) or HEADRACE_* variables; `headrace decode --help` lists them.
+A service that dies is named, with what its log says of the reason, and started again. Logs: .headrace/logs/. Settings of
+the services: a YAML file (--config) or HEADRACE_* variables; `{program} decode --help` lists them.
 """
 INTERRUPTED = 130  # exit status of a command that was interrupted while starting
 
@@ -182,9 +182,7 @@ async def _start_unless(system: System, stop: asyncio.Event) -> bool:
 def ready_message(system: System) -> str:
     """That it works, where, what its words are worth, and two ways to ask it something."""
     words = (
-        "its words are random: the checkpoint was never trained"
-        if system.random_words
-        else "checkpoint " + str(system.model)
+        "its words are random: the checkpoint was never trained" if system.random_words else "checkpoint " + str(system.model)
     )
     if system.bundled:
         words = f"the bundled {system.bundled.name}: a small model to try things with; its README.md says what it can"
@@ -194,10 +192,10 @@ def ready_message(system: System) -> str:
     body["thinking"] = {"type": "disabled"}  # else so short an answer is all reasoning
     curl = f"curl -N {system.url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     ready = paint(f"Headrace is ready: {system.url}", BOLD, sys.stdout)
-    chat = ["./headrace" if "HEADRACE_HOME" in os.environ else "headrace", "chat", "Why is the sky blue?"]
+    chat = ["chat", "Why is the sky blue?"]
     if system.state.path != state.StateDir(state.default_path()).path:
         chat += ["--state-dir", str(system.state.path)]
-    return f"{ready}  ({words}). Ctrl-C drains it. In another terminal:\n  {shlex.join(chat)}\n  {curl}"
+    return f"{ready}  ({words}). Ctrl-C drains it. In another terminal:\n  {program()} {shlex.join(chat)}\n  {curl}"
 
 
 async def _follow(where: state.StateDir, console: Console) -> None:

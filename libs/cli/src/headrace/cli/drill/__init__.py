@@ -22,12 +22,12 @@ from headrace.cli.errors import CommandError
 
 EPILOG = """\
 What there is:
-  headrace drill                          every fault, three rounds each, at a system of its own on free ports
-  headrace drill --list                   names of all faults, and what each does
-  headrace drill nats-outage kvstore-kill these only; `decode*` all whose names fit
-  headrace drill all --running            only faults that need no armed process, at the system that `headrace up` runs
-  headrace drill disturbed --requests 2000    requests under random faults, compared token by token with undisturbed runs
-  headrace drill soak --minutes 60        load at 70 % of what the system can do, a fault every 10 s: memory, pools, latency
+  {program} drill                          every fault, three rounds each, at a system of its own on free ports
+  {program} drill --list                   names of all faults, and what each does
+  {program} drill nats-outage kvstore-kill these only; `decode*` all whose names fit
+  {program} drill all --running            only faults that need no armed process, at the system that `{program} up` runs
+  {program} drill disturbed --requests 2000    requests under random faults, compared token by token with undisturbed runs
+  {program} drill soak --minutes 60        load at 70 % of what the system can do, a fault every 10 s: memory, pools, latency
 
 A row is good when every client had its answer or an error object within its deadline, no token was a wrong one, every
 process runs again, every pool is whole again, and the same requests go through afterwards. Exit status 0 only if every row is.

@@ -28,6 +28,7 @@ from headrace.cli.drill.rounds import STOPPED, Fault, Result, Round, Summary, on
 from headrace.cli.drill.target import Borrowed, Own, Target
 from headrace.cli.drill.watch import Watch
 from headrace.cli.errors import CommandError
+from headrace.cli.program import program
 from headrace.cli.state import StateDir
 
 LEASE = 1.0  # seconds: of a hand-off, in the drill's own system
@@ -213,7 +214,7 @@ def chosen(names: list[str]) -> list[Row]:
     for pattern in names:
         found = [row for row in ROWS if fnmatch.fnmatch(row.name, pattern)]
         if not found:
-            raise CommandError(f"there is no fault {pattern!r}; `headrace drill --list` names them")
+            raise CommandError(f"there is no fault {pattern!r}; `{program()} drill --list` names them")
         out += [row for row in found if row not in out]
     return out
 
