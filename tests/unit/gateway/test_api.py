@@ -271,8 +271,51 @@ async def test_models_tokenize_health_version(cluster):
             text = await response.text()
     assert 'headrace_gateway_requests_total{endpoint="chat",status="200"} 1.0' in text
     assert "vllm:num_requests_running" in text and "headrace_time_to_first_token_seconds_count 1.0" in text
-    status, _, reply = await cluster.post({}, "/nowhere")
-    assert status == 404 and "/nowhere" in reply["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allow", "said"),
+    [
+        (
+            "POST",
+            "/v1/chat/completion",
+            404,
+            None,
+            "there is no POST /v1/chat/completion here; did you mean POST /v1/chat/completions?",
+        ),
+        ("GET", "/v1/v1/models", 404, None, "there is no GET /v1/v1/models here; did you mean GET /v1/models?"),
+        ("GET", "/v1/chat/completions", 405, "POST", "/v1/chat/completions does not take GET; it takes POST"),
+        ("PUT", "/v1/models", 405, "GET, HEAD", "/v1/models does not take PUT; it takes GET"),
+        ("POST", "/v1/models/fake", 405, "GET, HEAD", "/v1/models/fake does not take POST; it takes GET"),
+        (
+            "PATCH",
+            "/v1/responses/resp_1",
+            405,
+            "DELETE, GET, HEAD",
+            "/v1/responses/resp_1 does not take PATCH; it takes DELETE and GET",
+        ),
+    ],
+)
+async def test_a_wrong_path_or_method_names_the_right_one(cluster, method, path, status, allow, said):
+    async with cluster.session.request(method, path) as response:
+        error = (await response.json())["error"]
+        assert (response.status, response.headers.get("Allow"), error["message"]) == (status, allow, said)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "OPTIONS"])
+async def test_a_path_that_is_near_nothing_lists_what_there_is(cluster, method):
+    async with cluster.session.request(method, "/") as response:
+        message = (await response.json())["error"]["message"]
+        assert response.status == 404 and message.startswith(f"there is no {method} / here; there are: ")
+    for route in (
+        "GET /health",
+        "POST /v1/chat/completions",
+        "POST /v1/messages",
+        "GET or DELETE /v1/responses/{id}",
+        "GET /ready",
+    ):
+        assert f", {route}" in message
+    assert len(message) < 700, "short"
 
 
 def _ids(run):
@@ -371,7 +414,7 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(cluster):
     async with cluster.session.get("/v1/models") as reply:
         limit = (await reply.json())["data"][0]["max_model_len"]
     text = "a" * (16 * limit + 1)
-    schema = {"type": "object", "description": text[: 200_000]}
+    schema = {"type": "object", "description": text[:200_000]}
     hello = {"messages": [{"role": "user", "content": "hi"}]}
     tool = {"type": "function", "function": {"name": "f", "description": text}}
     for path, body in (

@@ -32,7 +32,7 @@ from headrace.recipe.stream import ReplyStream, Usage
 from . import errors
 from .auth import Auth
 from .endpoints import CHAT, ENDPOINTS, LONG_TEXT, MESSAGES, RESPONSES, Context, Endpoint
-from .exchange import KEEPALIVE, PING, Exchange, Turn, Written
+from .exchange import JSON, KEEPALIVE, PING, Exchange, Turn, Written
 from .images import Seen, expand
 from .record import Record
 from .reply import Part, Reply
@@ -104,9 +104,7 @@ class Api:
         app.router.add_route("*", "/{path:.*}", self._not_found)
         # A client that goes away cancels its handler, and that cancels the request.
         # Bodies are never unpacked: a few kilobytes may hold gigabytes (see `_json`).
-        return web.AppRunner(
-            app, access_log=None, handler_cancellation=True, keepalive_timeout=75.0, auto_decompress=False
-        )
+        return web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=75.0, auto_decompress=False)
 
     # ------------------------------------------------------------ generation
 
@@ -534,10 +532,26 @@ class Api:
 
     async def _not_found(self, request: web.Request) -> Written:
         exchange = self._exchange(request)
-        known = {resource.canonical for resource in request.app.router.resources()}
-        wrong_method = request.path in known
-        exchange.fail(errors.no_route(request.method, request.path, wrong_method), "chat", self._settings.dialect)
+        resources = request.app.router.resources()
+        fits = {method for resource in resources for method in (await resource.resolve(request))[1]} - {"*"}
+        if fits:  # with Allow, as RFC 9110 wants of a 405
+            error = errors.wrong_method(request.method, request.path, sorted(fits - {"HEAD"}))
+            allow = f"Allow: {', '.join(sorted(fits))}\r\n".encode()
+            body = error.body("chat", self._settings.dialect, exchange.shown_id or exchange.request_id)
+            exchange.answer(error.status, body, JSON, allow)
+        else:
+            error = errors.no_route(request.method, request.path, _routes(request.app))
+            exchange.fail(error, "chat", self._settings.dialect)
         return exchange.result()
+
+
+def _routes(app: web.Application) -> dict[str, str]:
+    """Path -> its methods ("GET or DELETE"), of all that this gateway serves."""
+    methods: dict[str, list[str]] = {}
+    for route in app.router.routes():
+        if route.method not in ("*", "HEAD"):
+            methods.setdefault(route.resource.canonical, []).append(route.method)
+    return {path: " or ".join(names) for path, names in methods.items()}
 
 
 _OPTIONAL = (

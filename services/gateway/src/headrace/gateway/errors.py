@@ -5,6 +5,8 @@ The shapes of error bodies are `headrace.recipe.errors`'; this file knows which 
 
 from __future__ import annotations
 
+import difflib
+
 from headrace.bus import messages as m
 from headrace.recipe.errors import RecipeError
 
@@ -77,12 +79,20 @@ def internal() -> GatewayError:
                         type="api_error")  # fmt: skip
 
 
-def no_route(method: str, path: str, wrong_method: bool) -> GatewayError:
-    if wrong_method:
-        return GatewayError(
-            f"{path} does not take {method}", status=405, code="method_not_allowed", type="invalid_request_error"
-        )
-    return GatewayError(f"there is no {method} {path} here", status=404, code="not_found", type="not_found_error")
+def wrong_method(method: str, path: str, fits: list[str]) -> GatewayError:
+    return GatewayError(
+        f"{path[:200]} does not take {method}; it takes {' and '.join(fits)}",
+        status=405, code="method_not_allowed", type="invalid_request_error",
+    )  # fmt: skip
+
+
+def no_route(method: str, path: str, routes: dict[str, str]) -> GatewayError:
+    """`routes`: path -> the methods that it takes. The nearest path is named, or else all."""
+    near = difflib.get_close_matches(path[:200], routes, n=1, cutoff=0.75)
+    listed = near or sorted(name for name in routes if f"/v1{name}" not in routes)
+    named = ", ".join(f"{routes[name]} {name}" for name in listed)
+    hint = f"did you mean {named}?" if near else f"there are: {named}"
+    return GatewayError(f"there is no {method} {path[:200]} here; {hint}", status=404, code="not_found", type="not_found_error")
 
 
 def unauthorized() -> GatewayError:
