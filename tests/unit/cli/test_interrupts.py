@@ -32,7 +32,7 @@ def interrupted(slow: Path, *argv: str) -> tuple[int, str]:
     return process.returncode, said
 
 
-@pytest.mark.parametrize("module", ["argparse", "uvloop", "mimetypes"])
+@pytest.mark.parametrize("module", ["argparse", "uvloop", "aiohttp"])
 def test_during_the_imports_of_a_command(module, tmp_path):
     slow = tmp_path / f"{module}.py"
     slow.write_text(SLOW + "try: time.sleep(30)\nexcept BaseException: raise ImportError from None\n")  # as some packages do

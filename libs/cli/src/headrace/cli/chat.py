@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import base64
 import json
-import mimetypes
 import os
+import re
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -27,6 +27,12 @@ EPILOG = """\
 Reasoning is shown dimmed on a terminal and left out elsewhere. The last line, on stderr, begins with the
 request id for `{program} trace`.
 """
+PICTURES = {  # how files begin that servers take, by the type that their URL names
+    "image/png": re.compile(rb"\x89PNG"),
+    "image/jpeg": re.compile(rb"\xff\xd8\xff"),
+    "image/gif": re.compile(rb"GIF8"),
+    "image/webp": re.compile(rb"RIFF....WEBP", re.DOTALL),
+}
 SILENCE = 120.0  # seconds without a byte after which the server is given up
 
 
@@ -45,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("message", nargs="?", default="-", help="what to ask (default, and -: read it from stdin)")
     parser.add_argument("--system", help="a system message before it")
     parser.add_argument(
-        "--image", action="append", default=[], metavar="FILE", help="show it a picture (PNG, JPEG, ... or a URL); repeatable"
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="show it a picture (PNG, JPEG, GIF, WebP or a URL); repeatable",
     )
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default: 256")
     parser.add_argument(
@@ -71,22 +81,40 @@ def run(args: argparse.Namespace) -> int:
     body |= {key: value for key in ("temperature", "seed") if (value := getattr(args, key)) is not None}
     body |= {"thinking": {"type": "enabled" if args.thinking else "disabled"}}
     answer = uvloop.run(_show(url, body))
+    for line in without_content(answer, args.thinking, sys.stdout.isatty()):
+        print(line, file=sys.stderr)
     print(f"[{answer.request_id}] {answer.finish_reason}; {tokens(answer.usage)}", file=sys.stderr)
     return 0
 
 
 def image_url(name: str) -> str:
-    """A URL as it is; a file as a data URL. Raises CommandError: it can't be read."""
+    """A URL as it is; a file as a data URL. Raises CommandError: it can't be read, or is no picture."""
     if name.startswith(("http://", "https://", "data:")):
         return name
-    kind = mimetypes.guess_type(name)[0] or "image/png"  # the server looks at the bytes
     try:
         data = Path(name).read_bytes()
     except OSError as error:
         raise CommandError(f"can't read the picture {name}: {error.strerror}") from None
     if not data:
         raise CommandError(f"the picture {name} is empty")
+    kind = next((kind for kind, begins in PICTURES.items() if begins.match(data)), "")
+    if not kind:
+        raise CommandError(
+            f"{name} is no picture that can be shown: it must be PNG, JPEG, GIF or WebP, and begins with {data[:8]!r}"
+        )
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def without_content(answer: Answer, asked: bool, shown: bool) -> list[str]:
+    """What to say of an answer that has no text. `asked`: for its reasoning; `shown`: that was shown already."""
+    if answer.content:
+        return []
+    if not answer.reasoning:
+        return ["(the answer is empty)"]
+    room = "; a larger --max-tokens gives it room to answer" if answer.finish_reason == "length" else ""
+    if not asked and not shown:
+        return [f"(the model only thought, and said nothing; --thinking shows its thoughts{room})"]
+    return [*([] if shown else [answer.reasoning]), f"(the model only thought, and said nothing{room})"]
 
 
 def tokens(usage: dict) -> str:
@@ -103,7 +131,8 @@ async def _show(url: str, body: dict) -> Answer:
             print(text, end="", flush=True)
         elif dim:
             print(paint(text, DIM, sys.stdout), end="", flush=True)
-    print()
+    if answer.content or (dim and answer.reasoning):
+        print()
     return answer
 
 

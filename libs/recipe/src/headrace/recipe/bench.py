@@ -76,9 +76,19 @@ def main(argv: list[str] | None = None) -> int:
     if options.json:
         print(json.dumps(result, indent=1))
     else:
-        for name, value in result.items():
-            print(f"{name:40} {value}")
+        print("\n".join(lines(result)))
     return 0 if result["goals_met"] is not False else 1
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The result for people: a figure a line, parts of a figure below its name."""
+    shown = []
+    for name, value in result.items():
+        if isinstance(value, dict):
+            shown += [name, *(f"  {part:38} {figure}" for part, figure in value.items())]
+        else:
+            shown.append(f"{name:40} {value}")
+    return shown
 
 
 def run(definition: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,12 @@
+"""What the benchmark prints for people."""
+
+from headrace.recipe.bench import lines
+
+
+def test_parts_of_a_figure_have_lines_of_their_own():
+    assert [line.split() for line in lines({"render_us": 1.5, "goals": {"stream_us": 15.0, "refusal_us": 3}})] == [
+        ["render_us", "1.5"],
+        ["goals"],
+        ["stream_us", "15.0"],
+        ["refusal_us", "3"],
+    ]
