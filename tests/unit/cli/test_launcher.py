@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.testing import BUDGET
+
 LAUNCHER = Path(__file__).parents[3] / "headrace"
 TOOLS = ("sh", "dirname", "readlink", "cat", "cksum", "date", "tail", "tee", "mkdir", "rm", "flock")
 FAKE = """#!/bin/sh
@@ -112,7 +114,8 @@ def test_torch_may_come_from_an_index_of_its_own(path, tmp_path):
 def test_help_of_test_needs_no_installation(path, tmp_path):
     done = launch(path, tmp_path, "test", "--help")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: headrace test")
+    assert done.stdout.startswith(f"usage: {LAUNCHER} test")
+    assert f"within {BUDGET // 60} minutes" in done.stdout
     assert not (tmp_path / "venv").exists()
 
 

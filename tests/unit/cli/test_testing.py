@@ -25,7 +25,7 @@ def root(tmp_path, monkeypatch):
 def test_a_test_that_passes_alone_is_named(root, capfd):
     (root / "tests/test_once.py").write_text(ONCE)
     assert testing.run("test", []) == 0
-    assert "but these only alone: tests/test_once.py::test_once" in capfd.readouterr().out
+    assert "all 2 tests passed, but these only alone: tests/test_once.py::test_once in " in capfd.readouterr().out
 
 
 def test_a_defect_fails_twice(root, capfd):
@@ -40,3 +40,21 @@ def test_many_failures_are_no_accident(root, capfd):
     (root / "tests/test_many.py").write_text("".join(lines))
     assert testing.run("test", []) == 1
     assert "again" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ([], 0, "all 3 tests passed, 1 skipped, in "),
+        (["tests/test_more.py", "-k", "one or skip"], 0, "all 1 chosen tests passed, 1 skipped, in "),
+        (["tests/test_fine.py"], 0, "all 1 chosen tests passed in "),
+        (["-k", "nowhere"], 5, "no test ran in "),
+        (["--collect-only"], 0, "no test ran in "),
+        (["--version"], 0, "no test ran in "),
+    ],
+)
+def test_the_last_line_says_what_ran(root, capfd, words, status, said):
+    more = "import pytest\ndef test_one(): pass\ndef test_two(): pass\n"
+    (root / "tests/test_more.py").write_text(more + "@pytest.mark.skip\ndef test_skip(): pass\n")
+    assert testing.run("test", words) == status
+    assert capfd.readouterr().out.splitlines()[-1].startswith(f"headrace test: {said}")

@@ -11,14 +11,17 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 from headrace.bus.cores import usable_cores
 from headrace.cli.errors import CommandError
 
 PASS_THROUGH = True
-BUDGET = 12 * 60  # seconds that the whole suite may take on two cores
+BUDGET = 12 * 60  # seconds that the whole suite may take on two cores; the launcher's help says it in minutes
+NOTHING = "no test ran"
 FEW = 5  # failures; more are no accident
 
 
@@ -31,18 +34,34 @@ def run(name: str, argv: list[str]) -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     began = time.monotonic()
     pytest = [sys.executable, "-m", "pytest"]
-    status = subprocess.call([*pytest, *(argv or defaults())], cwd=root, env=environment)
-    verdict = "all tests passed"
+    with tempfile.TemporaryDirectory(prefix="headrace-test-") as folder:
+        report = Path(folder) / "report.xml"
+        words = [f"--junitxml={report}", *(argv or defaults())]  # first: words of yours may say otherwise
+        status = subprocess.call([*pytest, *words], cwd=root, env=environment)
+        ran, skipped = counts(report)
+    verdict = f"all {ran:,} {'chosen ' if argv else ''}tests passed" if ran else NOTHING
     if status == 1 and not argv and 0 < len(failed := last_failed(root)) <= FEW:
         print(f"headrace test: {len(failed)} failed beside other tests; running them again, alone", flush=True)
         status = subprocess.call([*pytest, "-q", *failed], cwd=root, env=environment)
-        verdict = "all tests passed, but these only alone: " + ", ".join(failed)
+        verdict += ", but these only alone: " + ", ".join(failed)
     if status != 0:
-        verdict = f"pytest ended with status {status}"
+        verdict = f"pytest ended with status {status}" if ran else NOTHING
+    if skipped:
+        verdict += f", {skipped:,} skipped,"
     took = time.monotonic() - began
     late = f", above its budget of {BUDGET // 60} minutes" if took > BUDGET else ""
     print(f"headrace test: {verdict} in {took:.0f} s{late}")
     return status
+
+
+def counts(report: Path) -> tuple[int, int]:
+    """Tests that ran and that were skipped, by pytest's report in JUnit's form; 0 where it left none (`--version`, say)."""
+    try:
+        suites = list(ElementTree.parse(report).iter("testsuite"))
+    except (OSError, ElementTree.ParseError):
+        return 0, 0
+    skipped = sum(int(suite.get("skipped", 0)) for suite in suites)
+    return sum(int(suite.get("tests", 0)) for suite in suites) - skipped, skipped
 
 
 def last_failed(root: Path) -> list[str]:
