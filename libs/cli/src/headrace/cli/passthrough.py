@@ -65,4 +65,4 @@ def require(module: str) -> None:
         found = None
     if found is None:
         room = module.split(".")[1]
-        raise CommandError(f"{module} is not installed in this environment; install it: pip install headrace-{room}")
+        raise CommandError(f"headrace.{room} is not installed in this environment; install it: pip install headrace-{room}")

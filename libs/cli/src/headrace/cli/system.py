@@ -4,8 +4,8 @@ Knows: the children of a system and their flags. Does not know: how a process is
 and `demo` do with a running system.
 
 Start: NATS, then all services at once. Ready: every service announces `ready` on the bus and the gateway answers /ready.
-Stop: gateway first, so that no new work comes in and running requests finish while the workers still live; then prefill
-and decode; then kvstore; then NATS.
+Stop: gateway first, so that no new work comes in and running requests finish while the workers still live; then prefill,
+decode and vision; then kvstore; then NATS.
 """
 
 from __future__ import annotations
