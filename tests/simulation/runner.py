@@ -20,7 +20,7 @@ from typing import Any
 
 from mutations import NO_FLIPS, without
 from schedule import draw, mix
-from simulated import TABLE, installed, lenient
+from simulated import TABLE, forget, installed, lenient
 from table import Row
 from world import World
 
@@ -83,8 +83,8 @@ def some(first: int, count: int) -> Result:
             if world.violations:
                 result.failed[seed] = world.violations
             del world
+        forget()
     result.rows = +TABLE.counts
-    gc.collect()
     result.cpu_seconds = time.process_time() - began
     return result
 
@@ -129,7 +129,7 @@ def hunt(name: str, first: int, count: int) -> Hunt:
             if sound:
                 out.found, out.seed, out.violation = out.tried, seed, violations[0]
                 break
-    gc.collect()
+        forget()
     out.cpu_seconds = time.process_time() - began
     return out
 
