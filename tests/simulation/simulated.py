@@ -344,8 +344,8 @@ def forget() -> None:
 
 
 def begun(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`asyncio.ensure_future`. A coroutine that is thrown away with its world may still begin another one at its end: it is begun
-    in no loop, for asyncio would take one that never runs."""
+    """`asyncio.ensure_future`. A coroutine that is thrown away with its world may still begin another one at its end.
+    In no loop, for asyncio would take one that never runs."""
 
     def ensure_future(work: Any, **options: Any) -> Any:
         if asyncio._get_running_loop() is None and asyncio.iscoroutine(work):
