@@ -8,6 +8,7 @@ import pytest
 from headrace.bus.messages import TokenLogprob
 from headrace.gateway.reply import Reply
 from headrace.recipe.stream import ChatStream, ParsingOptions, StreamParser
+from headrace.recipe.stream.chat import DetailedChatStream
 
 TEXT = "alpha beta END gamma delta"
 
@@ -34,3 +35,21 @@ def test_log_probabilities_end_with_the_stop_however_many_tokens_a_step_gave(tok
     # The last token's space is still told, so its entry is; those of gamma and delta are not.
     assert "".join(entries) == "alpha beta END"
     assert tokenizer.decode(tokenizer.encode(TEXT)[:kept]) == "alpha beta END"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_token_ids_end_with_the_stop_however_many_tokens_a_step_gave(tokenizer, size):
+    ids = tokenizer.encode(TEXT)
+    stream = DetailedChatStream(StreamParser(ParsingOptions(stop_sequences=["END"]), tokenizer), "id", "m")
+    stream.prompt_ids, remembered = [1, 2], []
+    reply = Reply(None, [stream], "chat", "open", None)
+    reply.over = lambda _, sampled: remembered.append(list(sampled))
+    part = reply.part(0)
+    for at in range(0, len(ids), size):
+        if (kept := part.tokens(0, array("I", ids[at : at + size]), None)) >= 0:
+            break
+    part.finish(0, "stop", False)
+    assert tokenizer.decode(ids[:kept]) == "alpha beta END"
+    assert stream.choice()["token_ids"] == ids[:kept] and remembered == [ids[:kept]]
+    lines = [json.loads(line[6:]) for line in b"".join(reply.buffer).decode().splitlines() if line.startswith("data: {")]
+    assert [token for line in lines for token in line["choices"][0].get("token_ids", [])] == ids[:kept]

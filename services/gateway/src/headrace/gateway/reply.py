@@ -137,6 +137,8 @@ class Part:
             reply.buffer.append(stream.push(ids, entries))
         if self._ids:
             self._ids[choice] += ids
+            if parser.stopped is not None:
+                del self._ids[choice][parser.kept_tokens :]
         return -1 if parser.stopped is None else parser.kept_tokens
 
     def scores(self, first: int, scores: list[m.TokenLogprob]) -> None:

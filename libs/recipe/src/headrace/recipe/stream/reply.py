@@ -186,7 +186,8 @@ class Detailed:
 
     `running_usage` (`continuous_usage_stats`): every chunk tells the usage so far, where `include_usage` writes null.
     `prompt_ids` (`return_token_ids`), when not None: told once, as `prompt_token_ids`; and every choice has `token_ids`,
-    what was sampled, without EOS. Ids whose text is held back come with the next chunk.
+    what was sampled, without EOS, up to the token that completed a text stop. Ids whose text is held back come with the next
+    chunk.
     """
 
     running_usage: bool = False
@@ -194,9 +195,13 @@ class Detailed:
     prompt_in_choice: ClassVar[bool] = False  # where the protocol has `prompt_token_ids`
 
     def push(self, ids: Sequence[int], logprobs: list[TokenLogprob] | None = None) -> bytes:
+        body = super().push(ids, logprobs)  # type: ignore[misc]
         if self.prompt_ids is not None:
             self._sampled.extend(ids)
-        return self._detail(super().push(ids, logprobs))  # type: ignore[misc]
+            parser: StreamParser = self.parser  # type: ignore[attr-defined]
+            if parser.stopped is not None:  # in the midst of these, maybe
+                del self._sampled[parser.kept_tokens :]
+        return self._detail(body)
 
     def finish(self, reason: FinishReason = "stop", usage: Usage | None = None, done: bool = True) -> bytes:
         return self._detail(super().finish(reason, usage, done))  # type: ignore[misc]
