@@ -40,6 +40,22 @@ def test_open_honours_sampling_in_thinking_mode():
     assert (s.min_tokens, s.stop_token_ids, s.ignore_eos, s.n, s.seed, s.max_tokens) == (2, [7], True, 3, 5, 9)
 
 
+REQUESTS = {
+    "chat": body(), "messages": body(max_tokens=9), "responses": {"model": MODEL, "input": "hi"},
+    "completions": {"model": MODEL, "prompt": "hi"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", PARSERS)
+def test_open_takes_a_seed_in_every_protocol(protocol):
+    parse, request = PARSERS[protocol], REQUESTS[protocol]
+    assert parse(request | {"seed": 5}).sampling.seed == 5 and parse(request).sampling.seed is None
+    with pytest.raises(RecipeError, match="seed"):
+        parse(request | {"seed": 2**63})
+    with pytest.raises(RecipeError, match="seed"):
+        parse(request | {"seed": "five"})
+
+
 def test_official_forces_sampling_and_ignores_extras():
     parsed = chat.parse(body(temperature=0.25, top_p=0.5, presence_penalty=1, top_k=40, max_completion_tokens=9), OFFICIAL)
     s = parsed.sampling

@@ -247,6 +247,7 @@ class OpenStreamOptions(StreamOptions):
 class OpenFields(msgspec.Struct):
     """What serving clients send beyond the referee's fields; every text protocol of the open dialect takes these."""
 
+    seed: U64 | None = None  # where the referee has it too, the same
     min_tokens: U32 | None = None
     stop_token_ids: list[U32] | None = None
     ignore_eos: bool | None = None
@@ -564,14 +565,12 @@ def _sampling(
     bound = options.max_tokens_bound(thinking)
     if request.max_tokens is not None and not 1 <= request.max_tokens <= bound:
         raise RecipeError(f"Invalid max_tokens value, the valid range of max_tokens is [1, {bound}]")
-    if request.seed is not None and request.seed >= 2**63:
-        raise RecipeError("Invalid seed value, the valid range of seed is [0, 2^63)")
     sampling = Sampling(
         temperature=request.temperature,
         top_p=request.top_p,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
-        seed=request.seed,
+        seed=checked_seed(request.seed),
         max_tokens=request.max_tokens,
         stop=stops,
         logprobs=bool(request.logprobs),
@@ -590,6 +589,12 @@ def open_extras(fields: OpenFields | None) -> dict[str, Any]:
     return {name: value for name in _EXTRAS if (value := getattr(fields, name)) is not None}
 
 
+def checked_seed(seed: int | None) -> int | None:
+    if seed is not None and seed >= 2**63:
+        raise RecipeError("Invalid seed value, the valid range of seed is [0, 2^63)")
+    return seed
+
+
 def apply_open(sampling: Sampling, fields: OpenFields) -> None:
     """Settings of the open dialect, checked."""
     common.in_range("min_p", fields.min_p, 0, 1, "[0, 1]")
@@ -598,6 +603,7 @@ def apply_open(sampling: Sampling, fields: OpenFields) -> None:
         raise RecipeError(
             f"min_tokens ({fields.min_tokens}) must not exceed max_tokens ({sampling.max_tokens})", param="min_tokens"
         )
+    sampling.seed = checked_seed(fields.seed)
     sampling.min_tokens = fields.min_tokens
     sampling.stop_token_ids = fields.stop_token_ids or []
     sampling.ignore_eos = bool(fields.ignore_eos)

@@ -18,6 +18,7 @@ from .chat import (
     ResponseFormat,
     _stop,
     apply_open,
+    checked_seed,
     open_extras,
     read_open_fields,
 )
@@ -167,14 +168,12 @@ def _sampling(request: CompletionRequest, stops: list[str], options: ConversionO
         )
     if request.max_tokens is not None and request.max_tokens > bound:
         raise RecipeError(f"Invalid max_tokens value, the valid range of max_tokens is [1, {bound}]")
-    if request.seed is not None and request.seed >= 2**63:
-        raise RecipeError("Invalid seed value, the valid range of seed is [0, 2^63)")
     return Sampling(
         temperature=request.temperature,
         top_p=request.top_p,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
-        seed=request.seed,
+        seed=checked_seed(request.seed),
         max_tokens=16 if request.max_tokens is None else max(1, request.max_tokens),
         stop=stops,
         logprobs=request.logprobs is not None,
