@@ -43,6 +43,7 @@ def test_file_then_variable_then_flag(tmp_path, monkeypatch):
     [
         (("--max-num-seqs", "many"), "--max-num-seqs: max_num_seqs = 'many'"),
         (("--max-num-seqs", "0"), "--max-num-seqs: max_num_seqs = '0': Expected `int` >= 1"),
+        (("--max-num-seqs", "9" * 23), "Expected `int` <= 9007199254740992"),
         (("--log-level", "loud"), "--log-level: log_level = 'loud'"),
         (("--transports", "shm,pigeon"), "--transports"),
         (("--config", "/nowhere.yaml"), "can't read the configuration file /nowhere.yaml"),

@@ -344,6 +344,15 @@ async def test_served_names_and_the_default_model(bare):
         assert status == 200 and reply["model"] == (name or "house")
 
 
+async def test_a_long_value_is_not_repeated_whole_in_an_error(cluster):
+    for wrong in ({"model": "m" * 100_000}, {"temperature": "t" * 100_000}, {"best_of": ["a"] * 100_000}):
+        status, _, reply = await cluster.post(chat() | wrong)
+        message = reply["error"]["message"]
+        assert status in (400, 404) and len(message) < 3000, (list(wrong), len(message))
+        if len(message) > 2000:
+            assert "characters left out]" in message
+
+
 async def test_without_workers_503_and_not_ready(bare):
     await bare.start_gateway()
     status, headers, reply = await bare.post(chat())

@@ -26,6 +26,7 @@ from .names import OTHERS, SETTINGS, nearest
 ENV_PREFIX = "HEADRACE_"
 SECRET = ("password", "secret", "api_key", "_token")  # endings of names whose values are never shown
 
+LARGEST = 2**53  # of whole numbers: what JSON and msgpack carry everywhere
 ROLES = ("gateway", "prefill", "decode", "kvstore", "vision")
 
 
@@ -195,6 +196,8 @@ def _checked(cls: type[Settings], values: dict[str, Any], sources: dict[str, str
     for name, value in values.items():
         try:
             checked[name] = msgspec.convert(value, hints[name], strict=False)
+            if isinstance(checked[name], int) and abs(checked[name]) > LARGEST:
+                raise msgspec.ValidationError(f"Expected `int` <= {LARGEST}")
         except msgspec.ValidationError as error:
             shown = "(hidden)" if name.endswith(SECRET) else repr(value)
             words = _base(hints[name])

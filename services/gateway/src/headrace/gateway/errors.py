@@ -5,10 +5,13 @@ The shapes of error bodies are `headrace.recipe.errors`'; this file knows which 
 
 from __future__ import annotations
 
+import copy
 import difflib
 
 from headrace.bus import messages as m
 from headrace.recipe.errors import RecipeError
+
+HEAD, TAIL = 2000, 500  # characters of a message
 
 
 class GatewayError(RecipeError):
@@ -17,6 +20,16 @@ class GatewayError(RecipeError):
     def __init__(self, message: str, *, retry_after: float = 0.0, **fields: object):
         super().__init__(message, **fields)  # type: ignore[arg-type]
         self.retry_after = retry_after
+
+
+def brief(error: RecipeError) -> RecipeError:
+    """The error with a message that can be read: values of a request that it repeats may be as long as the request."""
+    message, left = error.message, len(error.message) - HEAD - TAIL
+    if left <= 100:
+        return error
+    short = copy.copy(error)
+    short.message = f"{message[:HEAD]} [{left:,} characters left out] {message[-TAIL:]}"
+    return short
 
 
 def body_too_large(size: int | None, limit: int) -> GatewayError:

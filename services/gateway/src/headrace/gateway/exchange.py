@@ -16,6 +16,8 @@ from aiohttp import web
 
 from headrace.recipe.errors import RecipeError
 
+from .errors import brief
+
 KEEPALIVE = b": keep-alive\n\n"  # a comment; Messages has an event of its own for it
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -119,7 +121,7 @@ class Exchange:
         headers = b"Retry-After: %d\r\n" % max(1, round(retry)) if retry else b""
         if error.status == 401:
             headers += b"WWW-Authenticate: Bearer\r\n"
-        self.answer(error.status, error.body(protocol, dialect, self.shown_id or self.request_id), JSON, headers)
+        self.answer(error.status, brief(error).body(protocol, dialect, self.shown_id or self.request_id), JSON, headers)
 
     # ------------------------------------------------------------ a stream of events
 
