@@ -213,14 +213,14 @@ def shared(number: int, extra: dict[str, Any]) -> Iterator[bytes]:
         number += 1
         fields = {"messages": [{"role": "user", "content": f"{text} {number}"}], "max_tokens": SHARED_TOKENS, "stream": True}
         body = json.dumps(fields | {"ignore_eos": True} | extra).encode()
-        yield bench.HEAD % (len(body), body)
+        yield bench.HEAD % (b"chat/completions", len(body), body)
 
 
 def run(side: Side, concurrency: int, count: int, source: Iterator[bytes], tokens: int) -> dict[str, float]:
     """One run of `count` requests."""
     began = time.perf_counter()
     try:
-        results = uvloop.run(asyncio.wait_for(bench.drive(side.port, concurrency, count, source), RUN_SECONDS))
+        results, _ = uvloop.run(asyncio.wait_for(bench.drive(side.port, concurrency, count, source), RUN_SECONDS))
     except TimeoutError:
         raise SystemExit(f"{side.name} did not answer {count} requests within {RUN_SECONDS:g} s: see {side.log}") from None
     seconds = time.perf_counter() - began

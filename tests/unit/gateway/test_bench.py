@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import json
 import os
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,3 +79,16 @@ def test_cpu_time_is_that_of_all_threads():
         pass
     spent = here.cpu() - before
     assert 0.02 <= spent <= time.process_time() - clock + 0.02
+
+
+@pytest.mark.parametrize("kind", ["fresh", "shared"])
+async def test_the_race_beside_vllm_cpu_asks_and_counts(cluster, kind):
+    """Its client is this benchmark's; the servers take too long to start for a test."""
+    path = Path(__file__).parents[3] / "benchmarks" / "race_vllm_cpu.py"
+    spec = importlib.util.spec_from_file_location("race_vllm_cpu", path)
+    race = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(race)
+    side = SimpleNamespace(name="headrace", port=int(cluster.url.rsplit(":", 1)[1]), log="nowhere", body={"model": "fake"})
+    source = race.fresh(1, race.WORDS, 8, side.body) if kind == "fresh" else race.shared(1, side.body)
+    row = await asyncio.to_thread(race.run, side, 2, 4, source, 8)
+    assert row["tokens_per_second"] > 0 and 0 < row["ttft_p50_ms"] <= row["e2e_p50_ms"]
