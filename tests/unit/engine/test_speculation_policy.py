@@ -278,12 +278,23 @@ def test_step_times_take_turns_and_never_fall_with_more_rows():
 def test_drafting_stops_where_it_costs_more_than_it_brings_and_is_tried_again():
     speculator, one = Speculator(Options(5), costs(draft=10.0)), sequence("a")
     speculator.lengths([Ready(one, 0)], 100)
-    assert not speculator.pays(1) and speculator.wants([one]) == []
+    assert not speculator.pays(1, 1) and speculator.wants([one]) == []
     for _ in range(PROBE_STEPS):
         speculator.lengths([Ready(one, 0)], 100)
     assert speculator.wants([one]) == [one]
     one.draft.tokens, one.draft.confidence, one.draft.survival = [7], [-4.6], [0.01]
     assert speculator.lengths([Ready(one, 1)], 100) == [1], "a probe verifies, or nothing would be learned"
+
+
+def test_a_few_among_many_do_not_draft_where_that_costs_the_others_more():
+    """A draft of one sequence takes as long as one of all here: all gain by it, one does not make up for it."""
+    speculator = Speculator(Options(5), Costs(StepCurve({1: 1.0, 101: 3.0}), StepCurve({1: 0.5})))
+    many = [sequence(str(i)) for i in range(16)]
+    assert speculator.pays(16, 16) and not speculator.pays(16, 1)
+    assert speculator.wants(many) == many
+    for one in many[1:]:
+        one.draft.closed_until = 10
+    assert speculator.wants(many) == []
 
 
 def test_nobody_drafts_for_the_last_token():

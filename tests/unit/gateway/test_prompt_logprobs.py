@@ -79,7 +79,7 @@ async def test_echo_of_a_prompt_alone(cluster, tokenizer, stream, prompts):
 
 async def test_a_prompt_alone_without_its_echo_is_nothing(cluster):
     status, _, body = await cluster.post(completion(max_tokens=0), "/v1/completions")
-    assert status == 400 and body["error"]["message"].endswith("393216]; 0 needs echo, for the prompt alone")
+    assert status == 400 and body["error"]["message"].endswith("[1, 4096]; 0 needs echo, for the prompt alone")
 
 
 async def test_an_output_that_stops_at_once_has_empty_lists(cluster):

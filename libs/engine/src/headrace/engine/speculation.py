@@ -162,10 +162,10 @@ class Costs:
 
     uneven: float = 1.0  # what a forward pass takes where sequences verify different numbers of drafts, for its curve's seconds
 
-    def step(self, sequences: int, draft: bool, even: bool = True) -> Seconds:
-        """Rows -> seconds of a step of so many sequences, with or without a draft behind it."""
+    def step(self, sequences: int, drafting: int, even: bool = True) -> Seconds:
+        """Rows -> seconds of a step of so many sequences, of which `drafting` get drafts behind it."""
         plain, verifies = self.rest
-        fixed = self.draft(sequences) if draft else 0.0
+        fixed = self.draft(drafting) if drafting else 0.0
 
         def seconds(rows: int) -> float:
             if rows <= sequences:
@@ -286,9 +286,9 @@ class Speculator:
         if self._probing or self.step - self._verified_at >= self._patience:
             self._probing = False
             return PROBES
-        sequences = len(survival)
+        sequences, drafting = len(survival), sum(map(bool, survival))  # again as many, as far as is known
         worth = [[a * self.trust for a in block] for block in survival]
-        uneven, even = (self.costs.step(sequences, True, even) for even in (False, True))
+        uneven, even = (self.costs.step(sequences, drafting, even) for even in (False, True))
         budget = best_budget(worth, sequences, uneven if sequences > 1 else even, most, early_stop=early)
         if early or len({len(block) for block in survival}) > 1:
             return budget
@@ -301,7 +301,7 @@ class Speculator:
         if self.options.budget is None and self.step - self._plain_at >= PLAIN_STEPS:
             return []
         open_ = [s for s in sampled if s.draft.closed_until <= self.step and not self._ends(s)]
-        if open_ and self.pays(len(sampled)):
+        if open_ and self.pays(len(sampled), len(open_)):
             self._patience = PROBE_STEPS
             return open_
         if not open_ or self.step - self._verified_at < self._patience:
@@ -315,17 +315,18 @@ class Speculator:
         before = max(0, sequence.pending - 1)  # tokens of a step under way
         return sequence.max_len - len(sequence.ids) - before <= 2
 
-    def pays(self, sequences: int) -> bool:
-        """Whether a step that drafts makes more tokens a second than one that doesn't, by what is typical. In doubt it does:
-        who drafts learns what drafts are worth, who stopped by mistake does not."""
+    def pays(self, sequences: int, drafting: int) -> bool:
+        """Whether a step of so many sequences, of which `drafting` may, makes more tokens a second with drafts than without, by
+        what is typical. In doubt it does: who drafts learns what drafts are worth, who stopped by mistake does not. A few among
+        many bring few tokens, and their draft costs nearly as much as that of many."""
         if self.options.budget is not None:
             return True
-        with_draft, without = self.costs.step(sequences, True), self.costs.step(sequences, False)
-        least, tau = sequences / without(sequences), 1.0
+        with_draft, without = self.costs.step(sequences, drafting, drafting == sequences), self.costs.step(sequences, 0)
+        least, tau = sequences / without(sequences), float(sequences)
         doubt = math.sqrt(self._spread * _weight(self.windows, FAITH)) / self._promised  # one standard error of `trust`
         for length, a in enumerate(self.typical, 1):
-            tau += a * (self.trust + doubt)
-            if sequences * tau / with_draft(sequences * (1 + length)) > least:
+            tau += drafting * a * (self.trust + doubt)
+            if tau / with_draft(sequences + drafting * length) > least:
                 return True
         return False
 
