@@ -47,6 +47,14 @@ FOUND = {
         (Request(0.391, 158, 0, max_tokens=8, stream=False, cancel_after=0.257, images=(3, 3)),),
         (Message("Encode", 1, "delay", 0.258), When("Encode", 1, "receiver", "stop", 1.931)),
     ),
+    "bytes of an image that are announced after their grant expired end its quarantine": Plan(
+        12009808, config(counts={"gateway": 1, "prefill": 1, "decode": 2, "kvstore": 0, "vision": 1}, slab_slots=0,
+                         ticket_seconds=2.0, store_seconds=0.5, queue_seconds=1.0),
+        (Request(0.383, 444, 1, max_tokens=8, stream=False, images=(0,)),
+         Request(1.388, 299, 1, max_tokens=8, stream=False, images=(3,)),
+         Request(0.987, 374, 1, max_tokens=8, stream=False, images=(1,))),
+        (Span("slow", 0.526, 2.676, 3.0), When("Deposited", 3, "sender", "stop", 2.841)),
+    ),
     "the very first output is lost, and others follow": Plan(
         7154, config(), (Request(0.05, 183, 0, max_tokens=1), Request(0.4, 61, 0), Request(0.4, 61, 1)),
         (Message("Out", 1, "drop"),),

@@ -77,9 +77,9 @@ class Staging:
         """The writer says that everything is placed: copies of the deliveries. Raises StagingError: the grant is over, or a
         checksum does not fit. Not to be cancelled half-way: shield it."""
         effects = self._grants.feed(room.grant, ev.Committed(room.generation, 0, tuple(checksums)), now())
+        self._carry(room.grant, effects, now())  # also of a grant that is over: the word ends its quarantine
         if not any(isinstance(effect, fx.Verify) for effect in effects):
             raise StagingError("stale", f"grant {room.grant} is over")
-        self._carry(room.grant, effects, now())
 
         def work() -> tuple[list[bytes], tuple[bool, ...]]:
             parts = [bytes(self._view[o : o + n]) for o, n in zip(room.offsets, room.sizes, strict=True)]
@@ -126,7 +126,8 @@ class Staging:
 
     def check(self) -> None:
         """AssertionError unless every byte is free or belongs to exactly one grant."""
-        assert self._rooms.keys() == {grant for grant, _ in self._grants}
+        rooms, grants = set(self._rooms), {str(grant) for grant, _ in self._grants}
+        assert rooms == grants, f"rooms without a grant: {rooms - grants}, grants without room: {grants - rooms}"
         pieces = [(o, o + n) for room in self._rooms.values() for o, n in zip(room.offsets, room.sizes, strict=True)]
         pieces = sorted([*pieces, *self._arena.gaps()])
         assert all(a[1] <= b[0] for a, b in zip(pieces, pieces[1:], strict=False)), "two grants share bytes"
