@@ -55,6 +55,13 @@ FOUND = {
          Request(0.987, 374, 1, max_tokens=8, stream=False, images=(1,))),
         (Span("slow", 0.526, 2.676, 3.0), When("Deposited", 3, "sender", "stop", 2.841)),
     ),
+    "a prompt that fails while the bus is down is told of when it is back": Plan(
+        12003854, config(counts={"gateway": 2, "prefill": 2, "decode": 1, "kvstore": 0}, ticket_seconds=2.0, queue_seconds=1.0,
+                         prefill_seconds=0.001, step_seconds=0.03, overtake=0.1),
+        (Request(0.079, 277, 0, max_tokens=8, stream=False), Request(0.455, 53, 0, max_tokens=8, stream=False),
+         Request(0.095, 86, 1, max_tokens=8, stream=False), Request(0.062, 356, 1, max_tokens=8, stream=False)),
+        (Span("bus down", 0.361, 0.373), Hurt("break", "prefill", 0, 0.644, 0.108), Message("Flag", 1, "drop")),
+    ),
     "the very first output is lost, and others follow": Plan(
         7154, config(), (Request(0.05, 183, 0, max_tokens=1), Request(0.4, 61, 0), Request(0.4, 61, 1)),
         (Message("Out", 1, "drop"),),

@@ -28,6 +28,7 @@ from .settings import WorkerSettings
 
 PAGE = 16_384  # hashes in one answer of `blocks`
 GATEWAYS = 256  # whose output is counted
+KEPT_SECONDS = 0.25  # between two attempts at sending an end that could not be sent
 STALL_STEPS = 4  # times the longest step lately that nothing may move
 SCORES = 512  # prompt tokens whose log-probabilities go in one message: 170 KB where each names 20 others
 
@@ -343,6 +344,15 @@ class Outbox:
                 service.bus.publish(subjects.out(gateway), m.Out(service.instance, service.epoch, seq, entries))
             except BusError as error:
                 service.log.warning("output lost; the gateway will ask for it", gateway=gateway, error=str(error))
+                self._keep(gateway, [entry for entry in entries if entry.problem is not None])
+
+    def _keep(self, gateway: str, ends: list[m.OutEntry]) -> None:
+        """Nobody can be asked for these: who failed has forgotten. They are sent when the bus is back."""
+        if not ends:
+            return
+        self._entries[gateway] = ends + self._entries.get(gateway, [])
+        if self._soon is None:
+            self._soon = asyncio.get_running_loop().call_later(KEPT_SECONDS, self.flush)
 
 
 class _WorkerCollector:
