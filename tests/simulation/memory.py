@@ -106,13 +106,13 @@ class SimShmPeer(ShmPeer):
         if fault is None:
             await self._slice(region, offset, word, generation)
         elif fault[0] == "delay":
-            self.world.at(self.world.now + fault[1], self._late_word, region, offset, word)
+            self.world.at(self.world.now + fault[1], self._late_word, region, offset, word, generation)
 
-    def _late_word(self, region: str, offset: int, word: memoryview) -> None:
+    def _late_word(self, region: str, offset: int, word: memoryview, generation: int) -> None:
         """A flag that its writer believes to be there lands only now, whoever's place that is meanwhile."""
         if self.owner.alive:
             self._range(region, offset, len(word))[:] = word
-            self.owner.process.dirty = True
+            self.world.landed(self.owner, generation, region, offset, len(word))
 
     async def read(self, region: str, ranges: Any, generation: int = 0, deadline: float = 0.0, into: Any = None) -> Any:
         known = self.address.regions[region]
@@ -208,16 +208,20 @@ def faulty_flags(original: Any) -> Any:
         if not (isinstance(frame, Word) and self.incarnation):
             return original(self, frame)
         memory = self.server.memory
-        fault = memory.process.world.network.fault("Flag")
-        if fault is None or not memory.allows(frame.generation, frame.region, frame.offset, 8):
+        world, allowed = memory.process.world, memory.allows(frame.generation, frame.region, frame.offset, 8)
+        fault = world.network.fault("Flag")
+        if fault is None or not allowed:
+            if allowed:
+                world.landed(memory, frame.generation, frame.region, frame.offset, 8)
             return original(self, frame)
 
         def late() -> None:
             if memory.allows(frame.generation, frame.region, frame.offset, 8):
                 memory.view(frame.region)[frame.offset : frame.offset + 8] = frame.value.to_bytes(8, "little")
+                world.landed(memory, frame.generation, frame.region, frame.offset, 8)
 
         if fault[0] == "delay":
-            memory.process.world.at(memory.process.world.now + fault[1], late)
+            world.at(world.now + fault[1], late)
         self._acknowledge(frame.id, frame.generation)
         return None
 
