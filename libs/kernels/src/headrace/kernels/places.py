@@ -22,6 +22,17 @@ RING = -(1 << 30)  # SCRATCH of a row whose window lies in its ring
 RATIOS = (1, 2)  # tokens of a compressed entry
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where rows may lie. `slots`: the number of the spare slot, behind all others."""
+
+    window: int
+    ring: int  # entries of a slot's window KV
+    pending_ring: int  # cells of a slot
+    slots: int
+    block_tokens: int
+
+
 @dataclass(slots=True)
 class Places:
     """Of T rows. Entries and cells that are not to be written are -1 but in `pending_store`, which names a spare cell."""
@@ -38,17 +49,10 @@ class Places:
 
 
 def row_places_reference(
-    matrix: torch.Tensor,
-    tables: torch.Tensor,
-    frequencies: torch.Tensor,
-    *,
-    window: int,
-    ring: int,
-    pending_ring: int,
-    slots: int,
-    block_tokens: int,
+    matrix: torch.Tensor, tables: torch.Tensor, frequencies: torch.Tensor, layout: Layout
 ) -> Places:
     """The specification, in torch; see `row_places`."""
+    window, ring, pending_ring, slots = layout.window, layout.ring, layout.pending_ring, layout.slots
     live, position, slot = matrix[LIVE] != 0, matrix[POSITION].long(), matrix[SLOT].long()
 
     def cells(positions: torch.Tensor) -> torch.Tensor:
@@ -62,7 +66,7 @@ def row_places_reference(
     store = []
     for ratio in RATIOS:
         done = live & (position % ratio == ratio - 1) & (position - (ratio - 1) >= matrix[WRITE_FLOOR])
-        entry = pool_entries_reference((position // ratio).unsqueeze(1), tables, matrix[SEQUENCE], block_tokens // ratio)
+        entry = pool_entries_reference((position // ratio).unsqueeze(1), tables, matrix[SEQUENCE], layout.block_tokens // ratio)
         store.append(entry.long().squeeze(1).masked_fill(~done, -1))
     turned = (position, frequencies[0]), (position, frequencies[1]), (position // 2 * 2, frequencies[1])
     return Places(
@@ -78,22 +82,12 @@ def row_places_reference(
     )
 
 
-def row_places(
-    matrix: torch.Tensor,
-    tables: torch.Tensor,
-    frequencies: torch.Tensor,
-    *,
-    window: int,
-    ring: int,
-    pending_ring: int,
-    slots: int,
-    block_tokens: int,
-) -> Places:
+def row_places(matrix: torch.Tensor, tables: torch.Tensor, frequencies: torch.Tensor, layout: Layout) -> Places:
     """matrix int32 [FIELDS, T], tables int32 [sequences, blocks], frequencies fp32 [2, R / 2] of window and compressed layers,
     in one launch. Angles: those of window and of compressed layers at each row's position, then of compressed layers at the
-    first position of the pair that the row belongs to. `slots`: the number of the spare one, behind all others.
+    first position of the pair that the row belongs to.
     """
-    rows, device = matrix.shape[1], matrix.device
+    rows, window, device = matrix.shape[1], layout.window, matrix.device
     if matrix.shape[0] != FIELDS or not all(t.is_contiguous() for t in (matrix, tables, frequencies)):
         raise ValueError(f"row_places needs contiguous tensors and a matrix of {FIELDS} fields, got {matrix.shape[0]}")
     window_index = torch.empty(rows, window, dtype=torch.int32, device=device)
@@ -105,7 +99,7 @@ def row_places(
     if rows:
         _places_kernel[(rows,)](
             matrix, tables, frequencies, window_index, at, visible, live.view(torch.uint8), angles,
-            rows, tables.shape[1], window, ring, pending_ring, slots, block_tokens,
+            rows, tables.shape[1], window, layout.ring, layout.pending_ring, layout.slots, layout.block_tokens,
             WINDOW=next_power_of_2(window), HALF=next_power_of_2(half), ANGLES=half, num_warps=1,
         )  # fmt: skip
     return Places(live, window_index, *at[:4], visible, at[4:], angles)

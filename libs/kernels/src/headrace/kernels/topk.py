@@ -126,17 +126,10 @@ def _bound_kernel(
         key = sort_key(tl.load(score_ptr + at, mask=slot < count, other=float("-inf")))
         key = tl.where(slot < count, key, 0)
         limit = kth_of(key, k, 0, BITS)
-        need = k - tl.sum((key > limit).to(tl.int32), 0)
-        equal = (key == limit).to(tl.int32)
-        chosen = (key > 0) & ((key > limit) | ((equal == 1) & (tl.cumsum(equal, 0) <= need)))
-        order = tl.cumsum(chosen.to(tl.int32), 0)
-        tl.store(out_ptr + order - 1, at, mask=chosen)
-        taken = tl.max(order, 0)
+        taken = _keep_best(key, at, limit, k, out_ptr)
     else:
         taken = _walk(score_ptr, candidate_ptr, out_ptr, begin, end, k, CANDIDATES, 1024)
-    for first in range(0, k, 256):
-        behind = first + tl.arange(0, 256)
-        tl.store(out_ptr + behind, tl.full([256], -1, tl.int32), mask=(behind >= taken) & (behind < k))
+    _nothing_behind(out_ptr, taken, k)
 
 
 def _topk_held(scores: torch.Tensor, k: int, lengths: torch.Tensor | None, out: torch.Tensor, config: dict[str, int]):
@@ -205,14 +198,26 @@ def _held_kernel(
             few = tl.load(room_ptr + slot, mask=slot < count, other=0).to(tl.uint32, bitcast=True)
             where = tl.load(room_ptr + ROOM + slot, mask=slot < count, other=0)
             limit = _kth_by_sums(few, k, 0, BITS, ROOM + 1)
-            need = k - tl.sum((few > limit).to(tl.int32), 0)
-            same = (few == limit).to(tl.int32)
-            best = (few > 0) & ((few > limit) | ((same == 1) & (tl.cumsum(same, 0) <= need)))
-            order = tl.cumsum(best.to(tl.int32), 0)
-            tl.store(out_ptr + order - 1, where, mask=best)
-            taken = tl.max(order, 0)
+            taken = _keep_best(few, where, limit, k, out_ptr)
         else:
             taken = _walk(score_ptr, candidate_ptr, out_ptr, begin, end, k, CANDIDATES, 1024)
+    _nothing_behind(out_ptr, taken, k)
+
+
+@triton.jit
+def _keep_best(key, at, limit, k, out_ptr):
+    """Of keys in the order of their places `at`, store the places of the k best and return how many these are. `limit` is the
+    k-th largest key; a key of 0 is never taken; of equal ones the first are."""
+    need = k - tl.sum((key > limit).to(tl.int32), 0)
+    equal = (key == limit).to(tl.int32)
+    chosen = (key > 0) & ((key > limit) | ((equal == 1) & (tl.cumsum(equal, 0) <= need)))
+    order = tl.cumsum(chosen.to(tl.int32), 0)
+    tl.store(out_ptr + order - 1, at, mask=chosen)
+    return tl.max(order, 0)
+
+
+@triton.jit
+def _nothing_behind(out_ptr, taken, k):
     for first in range(0, k, 256):
         behind = first + tl.arange(0, 256)
         tl.store(out_ptr + behind, tl.full([256], -1, tl.int32), mask=(behind >= taken) & (behind < k))
@@ -401,15 +406,8 @@ def _select_kernel(
         if tl.sum((key >= trial).to(tl.int32), 0) >= k:
             limit = trial
         bit = bit >> 1
-    need = k - tl.sum((key > limit).to(tl.int32), 0)
-    equal = (key == limit).to(tl.int32)
-    chosen = (key > 0) & ((key > limit) | ((equal == 1) & (tl.cumsum(equal, 0) <= need)))
-    order = tl.cumsum(chosen.to(tl.int32), 0)
-    tl.store(out_ptr + order - 1, at, mask=chosen)
-    taken = tl.max(order, 0)
-    for begin in range(0, k, 256):
-        behind = begin + tl.arange(0, 256)
-        tl.store(out_ptr + behind, tl.full([256], -1, tl.int32), mask=(behind >= taken) & (behind < k))
+    taken = _keep_best(key, at, limit, k, out_ptr)
+    _nothing_behind(out_ptr, taken, k)
 
 
 @triton.jit

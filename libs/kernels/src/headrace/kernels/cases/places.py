@@ -46,10 +46,10 @@ def indices(rows: int, window: int, size: str) -> Case:
         shape = rows, -(-(longest + 10) // block_tokens)
         tables = torch.randint(0, 1000, shape, generator=generator(device, seed), device=device, dtype=torch.int32)
         frequencies = randn((2, 32), device, seed).abs()
-        what = {"window": window, "ring": 2 * window, "pending_ring": 4, "slots": 3, "block_tokens": block_tokens}
+        layout = places.Layout(window, ring=2 * window, pending_ring=4, slots=3, block_tokens=block_tokens)
 
         def run(make):
-            found = make(matrix, tables, frequencies, **what)
+            found = make(matrix, tables, frequencies, layout)
             return tuple(getattr(found, name) for name in places.Places.__slots__)
 
         return Problem(run=lambda: run(places.row_places), reference=lambda: run(places.row_places_reference))

@@ -21,6 +21,7 @@ from headrace.kernels.indexer import CANDIDATE_BLOCK, block_max, index_scores
 from headrace.kernels.kv_layouts import PagedKV
 from headrace.kernels.kv_store import kv_store
 from headrace.kernels.mhc import Routed, mhc_coefficients, mhc_pass
+from headrace.kernels.places import Layout
 from headrace.kernels.rmsnorm import rmsnorm
 from headrace.kernels.rope import rope, rope_fp4, rope_tables
 from headrace.kernels.routing import ALIGNMENT, combine, permute, plan_choices, route
@@ -272,17 +273,9 @@ class V41Gpu:
 
     def _rows(self, host: HostRows, matrix: torch.Tensor, tables: torch.Tensor, states: GpuStatePool) -> GpuRows:
         copies = None if host.copies is None else Copies(*(self._upload(part) for part in host.copies))
-        return GpuRows(
-            matrix,
-            tables,
-            self.frequencies,
-            window=self.config.sliding_window,
-            ring=states.ring,
-            pending_ring=states.pending_ring,
-            slots=states.slots,
-            block_tokens=self.spec.block_tokens,
-            copies=copies,
-        )
+        window, block_tokens = self.config.sliding_window, self.spec.block_tokens
+        layout = Layout(window, states.ring, states.pending_ring, states.slots, block_tokens)
+        return GpuRows(matrix, tables, self.frequencies, layout, copies)
 
     def _uncaptured(
         self,

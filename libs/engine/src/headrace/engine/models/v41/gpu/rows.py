@@ -29,6 +29,7 @@ from headrace.kernels.places import (
     SEQUENCE,
     SLOT,
     WRITE_FLOOR,
+    Layout,
     Places,
     pending_pairs,
     pool_entries,
@@ -209,26 +210,17 @@ class GpuRows:
         matrix: torch.Tensor,
         tables: torch.Tensor,
         frequencies: torch.Tensor,
-        *,
-        window: int,
-        ring: int,
-        pending_ring: int,
-        slots: int,
-        block_tokens: int,
+        layout: Layout,
         copies: Copies | None = None,
     ) -> None:
         self.matrix, self.tables, self.frequencies, self.copies = matrix, tables, frequencies, copies
-        self.window, self.ring, self.pending_ring, self.slots = window, ring, pending_ring, slots
-        self.block_tokens = block_tokens
-        self.padded, self.tokens = matrix.shape[1], tables.shape[1] * block_tokens
+        self.layout = layout
+        self.padded, self.tokens = matrix.shape[1], tables.shape[1] * layout.block_tokens
         self.sequence = matrix[SEQUENCE]
 
     @cached_property
     def places(self) -> Places:
-        return row_places(
-            self.matrix, self.tables, self.frequencies, window=self.window, ring=self.ring, pending_ring=self.pending_ring,
-            slots=self.slots, block_tokens=self.block_tokens,
-        )  # fmt: skip
+        return row_places(self.matrix, self.tables, self.frequencies, self.layout)
 
     @cached_property
     def _phases(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -253,7 +245,7 @@ class GpuRows:
 
     def entries(self, numbers: torch.Tensor, ratio: int, candidates: torch.Tensor | None = None) -> torch.Tensor:
         """Pool entries int32 [padded, k] of entry numbers, or of columns of candidate blocks; negative ones are -1."""
-        return pool_entries(numbers, self.tables, self.sequence, self.block_tokens // ratio, candidates)
+        return pool_entries(numbers, self.tables, self.sequence, self.layout.block_tokens // ratio, candidates)
 
     def pairs(self, fresh: torch.Tensor, pending: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Projections fp32 [padded, 2, D] behind those of the rows before them, (value, gate) fp32 [2 padded, D]; what later
