@@ -32,7 +32,7 @@ from headrace.recipe.stream import ReplyStream, Usage
 from . import errors
 from .auth import Auth
 from .endpoints import CHAT, ENDPOINTS, LONG_TEXT, MESSAGES, RESPONSES, Context, Endpoint
-from .exchange import JSON, KEEPALIVE, PING, Exchange, Turn, Written
+from .exchange import KEEPALIVE, PING, Exchange, Turn, Written
 from .images import Seen, expand
 from .record import Record
 from .reply import Part, Reply
@@ -536,12 +536,10 @@ class Api:
         fits = {method for resource in resources for method in (await resource.resolve(request))[1]} - {"*"}
         if fits:  # with Allow, as RFC 9110 wants of a 405
             error = errors.wrong_method(request.method, request.path, sorted(fits - {"HEAD"}))
-            allow = f"Allow: {', '.join(sorted(fits))}\r\n".encode()
-            body = error.body("chat", self._settings.dialect, exchange.shown_id or exchange.request_id)
-            exchange.answer(error.status, body, JSON, allow)
+            headers = f"Allow: {', '.join(sorted(fits))}\r\n".encode()
         else:
-            error = errors.no_route(request.method, request.path, _routes(request.app))
-            exchange.fail(error, "chat", self._settings.dialect)
+            error, headers = errors.no_route(request.method, request.path, _routes(request.app)), b""
+        exchange.fail(error, "chat", self._settings.dialect, headers)
         return exchange.result()
 
 

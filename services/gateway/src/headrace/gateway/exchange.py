@@ -115,10 +115,11 @@ class Exchange:
         head = self._head(status, content_type, b"Content-Length: %d\r\n" % len(body) + headers)
         self._write(head if self.head_only else head + body)
 
-    def fail(self, error: RecipeError, protocol: str, dialect: str = "open") -> None:
-        """An error as a whole answer, with Retry-After where it has one."""
+    def fail(self, error: RecipeError, protocol: str, dialect: str = "open", headers: bytes = b"") -> None:
+        """An error as a whole answer, with Retry-After where it has one, behind these headers."""
         retry = getattr(error, "retry_after", 0.0)
-        headers = b"Retry-After: %d\r\n" % max(1, round(retry)) if retry else b""
+        if retry:
+            headers += b"Retry-After: %d\r\n" % max(1, round(retry))
         if error.status == 401:
             headers += b"WWW-Authenticate: Bearer\r\n"
         self.answer(error.status, brief(error).body(protocol, dialect, self.shown_id or self.request_id), JSON, headers)
