@@ -33,9 +33,10 @@ def token_loss(
 @torch.no_grad()
 def loads(router: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> dict[int, torch.Tensor]:
     """Layer -> how many rows chose each expert, from (scores, chosen)."""
-    ones = {layer: torch.ones(chosen.numel(), device=scores.device) for layer, (scores, chosen) in router.items()}
     return {
-        layer: torch.zeros(scores.shape[1], device=scores.device).scatter_add_(0, chosen.flatten(), ones[layer])
+        layer: scores.new_zeros(scores.shape[1], dtype=torch.float32).scatter_add_(
+            0, chosen.flatten(), scores.new_ones(chosen.numel(), dtype=torch.float32)
+        )
         for layer, (scores, chosen) in router.items()
     }
 

@@ -316,7 +316,7 @@ def draw(seed: int) -> Plan:
         faults += tuple(_fault_of_vision(eyes, counts) for _ in range(eyes.choice((1, 1, 2))))
     reader = random.Random(f"readers of {seed}")  # apart, as above
     if stored and reader.random() < ABOUT_READERS:
-        config, faults = _slow_reader(reader, config, counts), (*faults, _slow_read(reader))
+        config, faults = _slow_reader(config, counts), (*faults, _slow_read(reader))
     return Plan(seed, config, requests, faults, probes)
 
 
@@ -396,7 +396,7 @@ def _fault_of_store(rng: random.Random, counts: dict[str, int]) -> Any:
     return Span("slow", at, seconds, pick((0.3, 1.0, 3.0)))
 
 
-def _slow_reader(rng: random.Random, config: Config, counts: dict[str, int]) -> Config:
+def _slow_reader(config: Config, counts: dict[str, int]) -> Config:
     """A kvstore that is full at once and pins for moments: what a worker found may be another object when it is read."""
     counts |= {"prefill": 2}
     return replace(config, store_objects=3, store_seconds=0.5, prefill_blocks=5)

@@ -343,8 +343,10 @@ class Outbox:
             try:
                 service.bus.publish(subjects.out(gateway), m.Out(service.instance, service.epoch, seq, entries))
             except BusError as error:
-                service.log.warning("output lost; the gateway will ask for it", gateway=gateway, error=str(error))
-                self._keep(gateway, [entry for entry in entries if entry.problem is not None])
+                ends = [entry for entry in entries if entry.problem is not None]
+                self._keep(gateway, ends)
+                if len(ends) < len(entries):
+                    service.log.warning("output lost; the gateway will ask for it", gateway=gateway, error=str(error))
 
     def _keep(self, gateway: str, ends: list[m.OutEntry]) -> None:
         """Nobody can be asked for these: who failed has forgotten. They are sent when the bus is back."""
