@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pty
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,11 +30,10 @@ esac
 """
 
 # Not a shell script: shells take the signals that are kept back from them.
-INTERRUPTED_PYTHON = """#!{python}
-import os, signal, sys
-if sys.argv[1:3] == ["-m", "headrace.cli"]:
-    os.kill(os.getpid(), signal.SIGINT)
-    os.execv("{python}", ["{python}", *sys.argv[1:]])
+INTERRUPTED_PYTHON = """#!/bin/sh
+[ "$1 $2" = "-m headrace.cli" ] || exit 0
+kill -INT $$
+exec {python} "$@"
 """
 
 
@@ -126,7 +126,7 @@ def test_an_interrupt_is_kept_back_until_it_is_harmless(path, tmp_path):
     (path / "env").symlink_to(shutil.which("env"))
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(INTERRUPTED_PYTHON.format(python=sys.executable))
+    python.write_text(INTERRUPTED_PYTHON.format(python=shlex.quote(sys.executable)))
     python.chmod(0o755)
     done = launch(path, tmp_path, "--help", PYTHONPATH=os.environ.get("PYTHONPATH", ""))
     assert done.returncode == 130 and done.stdout == "", done.stderr
