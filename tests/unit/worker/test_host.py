@@ -14,6 +14,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.llm import collect
 from headrace.engine.toy import ToyModel
 from headrace.kv.hashing import BlockHasher
+from headrace.worker.engines import _warm_up
 from headrace.worker.host import EngineHost
 from headrace.worker.service import WorkerService
 from headrace.worker.settings import WorkerSettings
@@ -254,6 +255,45 @@ async def test_chunks_that_take_longer_and_longer_are_no_stall(hosted):
     await recorder.ended("long")
     service._watch_progress()
     assert service.state == "ready"
+
+
+class ByTheRow(ToyModel):
+    """Each row takes `seconds`; `stuck` holds a step for good."""
+
+    seconds, stuck = 0.004, None
+
+    def forward(self, segments, kv, states):
+        if self.stuck is not None:
+            self.stuck.wait(20.0)
+        time.sleep(self.seconds * sum(len(segment.ids) for segment in segments))
+        return super().forward(segments, kv, states)
+
+
+async def test_a_first_chunk_is_no_stall_for_as_long_as_its_rows_need_at_the_speed_of_the_warm_up(hosted):
+    """It is many times as long as anything that was measured."""
+    model = ByTheRow("exact", block_tokens=8)
+    engine = EngineCore(model, api.EngineConfig(num_blocks=64, max_num_seqs=4, max_num_batched_tokens=128))
+    _warm_up(engine)
+    service = WorkerService(WorkerSettings(engine="sim", stall_seconds=0.2))
+    recorder = hosted(engine)
+    service.engine, service.host, service.state = engine, recorder.host, "ready"
+    began = time.monotonic()
+    recorder.submit("long", 96, max_tokens=1)
+    while not recorder.host.steps:
+        service._watch_progress()
+        assert service.state == "ready"
+        await asyncio.sleep(0.01)
+    assert time.monotonic() - began > 0.2
+    await recorder.ended("long")
+    model.stuck = threading.Event()
+    recorder.submit("stuck", 4, max_tokens=1)
+    end = time.monotonic() + 20.0
+    while service.state == "ready" and time.monotonic() < end:
+        service._watch_progress()
+        await asyncio.sleep(0.01)
+    assert service.state == "stalled" and not model.stuck.is_set()
+    model.stuck.set()
+    await recorder.ended("stuck")
 
 
 async def test_a_failing_plan_or_owner_does_not_stop_the_host(hosted):

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -52,7 +53,7 @@ class EngineHost:
         self.lag = self.worst_lag = 0.0  # seconds that a tick came too late: the loop was busy
         # Seconds of host work in all: between two steps, where the model waits for it, and beside one, where it does not.
         self.between = self.beside = 0.0
-        self.longest = 0.0  # seconds of the longest step lately, also as it is expected
+        self._longest = 0.0  # seconds of the longest step lately
         self._executed_at = 0.0
         self._held: list[api.Event] = []  # tokens of the last step, until the next one runs
         self._on_events, self._on_tick, self._tick, self._due = on_events, on_tick, tick, 0.0
@@ -61,9 +62,8 @@ class EngineHost:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="model") if self._threaded else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False  # a call of _step is queued
-        self._under_way = 0  # plans that are neither applied nor failed
+        self._under_way: deque[Any] = deque()  # plans that are neither applied nor failed; the first one runs
         self._ahead: asyncio.TimerHandle | None = None  # plans the step after the one that runs
-        self._next: Any = None  # the plan that was made while another ran
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = True
 
@@ -88,6 +88,12 @@ class EngineHost:
             self._scheduled = True
             self._loop.call_soon(self._step)
 
+    @property
+    def longest(self) -> float:
+        """Seconds of the longest step lately, or of one under way as the engine expects it: the first chunk of a worker's life
+        may be far longer than all that it was warmed up with, and by their rows it is known how long."""
+        return max(self._longest, *(plan.seconds for plan in self._under_way), 0.0)
+
     # ------------------------------------------------------------ the step
 
     def _step(self) -> None:
@@ -97,7 +103,7 @@ class EngineHost:
             plan = self._plan()
             if plan is None:
                 return
-            self._under_way = 1
+            self._under_way.append(plan)
             if self._threaded:
                 self._submit(plan)
                 return self._look_ahead(plan)
@@ -122,7 +128,7 @@ class EngineHost:
         return plan  # None: idle, or waiting for memory that a peer holds; the tick looks again
 
     def _takes(self, seconds: float) -> None:
-        self.longest = max(seconds, self.longest * FADES)
+        self._longest = max(seconds, self._longest * FADES)
 
     def _submit(self, plan: Any) -> None:
         self._pool.submit(self._execute, plan).add_done_callback(lambda f: self._executed(plan, f))
@@ -138,12 +144,11 @@ class EngineHost:
                 self._plan_ahead()
 
     def _plan_ahead(self) -> None:
-        if self._stopped or self._under_way != 1:
+        if self._stopped or len(self._under_way) != 1:
             return
         plan = self._plan()
         if plan is not None:
-            self._under_way = 2
-            self._next = plan
+            self._under_way.append(plan)
             self._submit(plan)
 
     def _timed(self, plan: Any) -> None:
@@ -186,7 +191,7 @@ class EngineHost:
             self._deliver([event for event in events if type(event) is not api.Tokens])
             self._held = [event for event in events if type(event) is api.Tokens]
         if self._under_way:
-            self._look_ahead(self._next)
+            self._look_ahead(self._under_way[0])
         elif self.engine.has_work():
             self._step()
         if not self._under_way:
@@ -199,7 +204,7 @@ class EngineHost:
         self._deliver(self._apply(plan, result, error))
 
     def _apply(self, plan: Any, result: Any, error: BaseException | None) -> list[api.Event]:
-        self._under_way -= 1
+        self._under_way.popleft()
         self.steps += 1
         if error is None:
             try:

@@ -29,7 +29,7 @@ from .settings import WorkerSettings
 PAGE = 16_384  # hashes in one answer of `blocks`
 GATEWAYS = 256  # whose output is counted
 KEPT_SECONDS = 0.25  # between two attempts at sending an end that could not be sent
-STALL_STEPS = 4  # times the longest step lately that nothing may move
+STALL_STEPS = 4  # times the longest step, lately or expected, that nothing may move
 SCORES = 512  # prompt tokens whose log-probabilities go in one message: 170 KB where each names 20 others
 
 
@@ -181,7 +181,7 @@ class WorkerService(Service):
 
     def patience(self) -> float:
         """A chunk far into a very long prompt may take longer than `stall_seconds`, but only a little longer than the one
-        before: what takes no more than some of the last steps together is no stall."""
+        before: what takes no more than some of the last steps together, or some times what is expected of it, is no stall."""
         longest = self.host.longest if self.host is not None else 0.0
         return max(super().patience(), STALL_STEPS * longest)
 
