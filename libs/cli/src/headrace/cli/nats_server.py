@@ -9,15 +9,20 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import shutil
 import subprocess
+import tempfile
+import time
 from pathlib import Path
 
 from headrace.bus import BusSettings
 from headrace.bus.testing import nats_server_path
 from headrace.cli.errors import CommandError
+from headrace.cli.log_lines import telling
 from headrace.cli.supervisor import Child
 
 START_TIMEOUT = 10.0  # seconds until the server must have written its port
+PROBE = 4096  # bytes: the least that a file takes on most disks; the port file takes no more
 USER = "headrace"
 
 CONFIG = """\
@@ -57,9 +62,23 @@ class NatsServer:
                 while not (port := self._port()):  # noqa: ASYNC110 - another process writes it
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            raise CommandError(f"NATS did not start within {START_TIMEOUT:.0f} s; see {self.child.log}") from None
+            raise CommandError(f"NATS did not start within {START_TIMEOUT:.0f} s: {self._why()}") from None
         self.settings = BusSettings(f"nats://127.0.0.1:{port}", USER, self.password)
         self._configure(port)
+
+    def _why(self) -> str:
+        """What keeps it from writing its port, and the way out: the folder, if this process can't write there either, else its log."""
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as probe:
+                probe.write(bytes(PROBE))
+        except OSError as error:
+            free = shutil.disk_usage(self.folder).free
+            return (
+                f"{PROBE} bytes can't be written in {self.folder} ({error.strerror}; {free} bytes are free there); "
+                "make room, or use --state-dir"
+            )
+        lines = telling(self.child.last_lines(200), time.time())
+        return "\n    ".join([f"the end of {self.child.log}:", *lines]) if lines else f"see {self.child.log}"
 
     @property
     def url(self) -> str:
