@@ -307,6 +307,27 @@ def child_pid(up: Up, name: str) -> int:
     return 0
 
 
+def test_a_record_that_cannot_be_written_is_told_and_written_later(up):
+    """Meanwhile the pid of the dead process, which may be anybody's by now, is nobody's."""
+    before = up.running.alive()
+    temporary = up.state.path / "running.tmp"
+    temporary.symlink_to("/dev/full")  # removed with the attempt: the next one finds room
+    os.kill(before["kvstore"], signal.SIGKILL)
+    said = f"cannot record in {up.state.path} which processes run: [Errno 28] No space left on device; mend that"
+    wait_until(lambda: said in up.errors.read_text(), "nobody was told")
+    assert not temporary.is_symlink()
+    assert up.running.processes["kvstore"] == before["kvstore"] and "kvstore" not in up.running.alive()
+    wait_until(lambda: up.running.alive().get("kvstore") == child_pid(up, "kvstore"), "it was never recorded")
+    assert up.errors.read_text().count("cannot record in") == 1
+
+
+def wait_until(condition, otherwise: str, timeout: float = 30.0) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.05)
+
+
 def test_interrupt_drains_and_leaves_nothing(up):
     children = [child_pid(up, name) for name in ("nats", "kvstore", "prefill-1", "decode-1", "gateway")]
     assert stop(up) == 0

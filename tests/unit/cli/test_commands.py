@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -209,16 +210,50 @@ def test_what_cannot_be_shown_does_not_end_the_work(monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
 def test_damaged_record_counts_as_none(tmp_path, text):
+    directory = StateDir(tmp_path)
+    directory.acquire()
     (tmp_path / "running.json").write_text(text)
     assert StateDir(tmp_path).read() is None
+    directory.release()
 
 
-def test_record_of_a_dead_process_counts_as_none(tmp_path):
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
+LEFT = """
+import os, signal, sys
+from headrace.cli.state import Running, StateDir
+where = StateDir(sys.argv[1])
+where.acquire()
+where.write(Running(int(sys.argv[2]), "http://x", "nats://x", "u", "p", "m", "sim"))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_record_of_a_killed_system_counts_as_none_even_if_another_process_has_its_pid(tmp_path):
+    subprocess.run([sys.executable, "-c", LEFT, str(tmp_path), str(os.getpid())], check=False)
+    assert (tmp_path / "running.json").exists()
+    assert StateDir(tmp_path).read() is None and not StateDir(tmp_path).starting()
+
+
+def test_of_the_processes_of_a_record_those_count_that_run_under_its_system():
+    """A signal to the pid of a dead one may reach anybody."""
+    with subprocess.Popen(["sleep", "60"]) as child, subprocess.Popen(["true"]) as zombie:
+        os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+        pids = {"child": child.pid, "zombie": zombie.pid, "stranger": os.getppid(), "gone": 2**22 + 1}
+        assert replace(RUNNING, processes=pids).alive() == {"child": child.pid}
+        child.kill()
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path):
     directory = StateDir(tmp_path)
-    directory.write(Running(gone.pid, "http://x", "nats://x", "u", "p", "m", "sim"))
-    assert directory.read() is None
+    directory.acquire()
+    directory.write(RUNNING)
+    for full in ("running.tmp", "nats.tmp"):
+        (tmp_path / full).symlink_to("/dev/full")
+        with pytest.raises(OSError, match="No space left"):
+            directory.write(replace(RUNNING, url="http://other", nats_password="other"))
+        assert not list(tmp_path.glob("*.tmp"))
+        assert directory.read() == RUNNING
+        assert (tmp_path / "nats.url").read_text() == "nats://headrace:secret@127.0.0.1:4222\n"
+    directory.release()
 
 
 def test_unwritable_state_directory_is_one_sentence(tmp_path):
@@ -245,9 +280,11 @@ def test_bus_is_the_named_one_else_that_of_the_system_here_else_that_of_the_envi
     monkeypatch.setenv("HEADRACE_NATS_USER", "someone")
     found = state.bus_settings(directory)
     assert (found.nats_url, found.nats_user) == ("nats://bus:4222", "someone")
+    directory.acquire()
     directory.write(RUNNING)
     assert state.bus_settings(directory) == RUNNING.bus_settings()
     assert state.bus_settings(directory, "nats://other:4222").nats_url == "nats://other:4222"
+    directory.release()
 
 
 # ---------------------------------------------------------------- NATS

@@ -67,7 +67,7 @@ class NatsServer:
         self._configure(port)
 
     def _why(self) -> str:
-        """What keeps it from writing its port, and the way out: the folder, if this process can't write there either, else its log."""
+        """Why its port is not written, and the way out: the folder, if this process can't write there either, else its log."""
         try:
             with tempfile.TemporaryFile(dir=self.folder) as probe:
                 probe.write(bytes(PROBE))

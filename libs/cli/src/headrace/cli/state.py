@@ -39,7 +39,12 @@ class Running:
     nats_password: str
     model: str
     engine: str
-    processes: dict[str, int] = field(default_factory=dict)  # name -> pid, kept up to date
+    processes: dict[str, int] = field(default_factory=dict)  # name -> pid, kept up to date; `alive` says which still are
+
+    def alive(self) -> dict[str, int]:
+        """Processes that run now, name -> pid. A record that could not be renewed names dead ones, whose pids may be
+        anybody's by now: only children of this system count."""
+        return {name: pid for name, pid in self.processes.items() if _runs_under(self.pid, pid)}
 
     def bus_settings(self) -> BusSettings:
         return BusSettings(self.nats_url, self.nats_user, self.nats_password)
@@ -66,7 +71,7 @@ class StateDir:
             raise CommandError(f"cannot write to the state directory {self.path}: {error.strerror}; use --state-dir") from None
         if not self._take():
             self.close()
-            running = self.read()
+            running = self._record()
             who = f"pid {running.pid}, {running.url}" if running else "it is still starting"
             raise CommandError(
                 f"a system already runs from {self.path} ({who}); stop it with Ctrl-C in its terminal, or start a second "
@@ -88,11 +93,15 @@ class StateDir:
 
     def starting(self) -> bool:
         """Whether a system is on its way here: the lock is held, and nothing is recorded yet."""
+        return self._held() and self._record() is None
+
+    def _held(self) -> bool:
+        """Whether a system has the lock; a killed one has lost it."""
         try:
             with (self.path / "lock").open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return self.read() is None
+            return True
         except OSError:
             pass  # nothing ever ran here
         return False
@@ -110,25 +119,42 @@ class StateDir:
             self._lock = None
 
     def write(self, running: Running) -> None:
+        """Record it, whole or not at all. Raises OSError; what was recorded before is then still there."""
         secret_url = running.nats_url.replace("://", f"://{running.nats_user}:{running.nats_password}@")
-        for path, text in ((self._running, json.dumps(asdict(running), indent=2)), (self._nats_url, secret_url)):
-            temporary = path.with_suffix(".tmp")
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                file.write(text + "\n")
-            temporary.replace(path)
+        texts = {self._running: json.dumps(asdict(running), indent=2), self._nats_url: secret_url}
+        try:
+            for path, text in texts.items():
+                with open(os.open(path.with_suffix(".tmp"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                    file.write(text + "\n")
+            for path in texts:
+                path.with_suffix(".tmp").replace(path)
+        except OSError:
+            for path in texts:
+                path.with_suffix(".tmp").unlink(missing_ok=True)
+            raise
 
     def read(self) -> Running | None:
-        """The running system, or None when none is recorded or its process is gone."""
+        """The running system, or None when none is recorded or it is gone: a record that a killed one left holds for nobody."""
+        return self._record() if self._held() else None
+
+    def _record(self) -> Running | None:
         try:
-            running = Running(**json.loads(self._running.read_text()))
-            os.kill(running.pid, 0)
+            return Running(**json.loads(self._running.read_text()))
         except (OSError, ValueError, TypeError):
             return None
-        return running
 
     def _forget(self) -> None:
         self._running.unlink(missing_ok=True)
         self._nats_url.unlink(missing_ok=True)
+
+
+def _runs_under(parent: int, pid: int) -> bool:
+    """Whether the process runs and is a child of `parent` (proc(5): state and parent are the fields behind the name)."""
+    try:
+        state, of = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
+    except (OSError, IndexError):
+        return False
+    return state != "Z" and int(of) == parent
 
 
 def default_path() -> Path:

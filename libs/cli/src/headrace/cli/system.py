@@ -11,7 +11,6 @@ decode and vision; then kvstore; then NATS.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import time
@@ -37,6 +36,7 @@ DEFAULT_PORT = 8000
 START_TIMEOUT = 180.0  # seconds from the first process to `ready`
 STOP_MARGIN = 5.0  # seconds beyond a service's own drain budget before it is killed
 STOP_BUDGET = 10.0  # seconds for services that have nothing left to finish
+RECORD_SECONDS = 5.0  # between two tries at recording which processes run
 
 
 @dataclass
@@ -79,6 +79,7 @@ class System:
         self._failed = asyncio.Event()
         self.shm_dir = shared_memory.folder_of(state.path)
         self._memory: shared_memory.Claim | None = None
+        self._again: asyncio.TimerHandle | None = None  # the next try at recording
 
     @property
     def random_words(self) -> bool:
@@ -255,8 +256,24 @@ class System:
     def _on_restart(self, child: Child) -> None:
         """Other commands find the process that runs now."""
         if self.ready:
-            with contextlib.suppress(OSError):  # a full disk; the system itself goes on
-                self.state.write(self.running())
+            self._record()
+
+    def _record(self, told: str = "") -> None:
+        """Tries until it is possible: a full disk costs the record, not the system. `told`: why it was not, as it was said."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        if not self.ready:
+            return
+        try:
+            self.state.write(self.running())
+        except OSError as error:
+            if str(error) != told:
+                self.console.alert(
+                    f"cannot record in {self.state.path} which processes run: {error}; mend that (it is tried again every "
+                    f"{RECORD_SECONDS:.0f} s). All goes on meanwhile, but `drill --running` does not see those started since"
+                )
+            self._again = asyncio.get_running_loop().call_later(RECORD_SECONDS, self._record, str(error))
 
     async def _unless_failed(self, work) -> None:
         """Await `work`, but raise CommandError at once when a child has failed."""

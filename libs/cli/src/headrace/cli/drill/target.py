@@ -279,7 +279,7 @@ class Borrowed(Target):
 
     def pids(self) -> dict[str, int]:
         running = self.state.read()
-        return {name: pid for name, pid in running.processes.items() if _runs(pid)} if running else {}
+        return running.alive() if running else {}
 
     @property
     def expected(self) -> list[str]:
