@@ -265,6 +265,8 @@ async def test_models_tokenize_health_version(cluster):
     assert list(rendered["tokens"]) == list(_ids(cluster.prefills[0].runs[0]))
     status, _, reply = await cluster.post({"tokens": [1, 10**9]}, "/detokenize")
     assert status == 400 and "tokens" in reply["error"]["message"]
+    status, _, reply = await cluster.post({"model": "no", "prompt": TEXT}, "/tokenize")
+    assert status == 404 and reply["error"]["code"] == "model_not_found" and "served models: fake" in reply["error"]["message"]
     for path in ("/health", "/ready", "/version", "/metrics"):
         async with cluster.session.get(path) as response:
             assert response.status == 200, path
@@ -391,6 +393,23 @@ async def test_anthropic_messages(cluster):
     assert status == 404 and reply["type"] == "error" and reply["error"]["type"] == "not_found_error"
     _, _, counted = await cluster.post(body, "/v1/messages/count_tokens")
     assert counted["input_tokens"] == cluster.decodes[0].admits[0].prompt_tokens
+
+
+@pytest.mark.parametrize("model", [[], None, 0, False, {"a": 1}])
+async def test_a_model_that_is_no_string_is_refused_everywhere_in_the_same_words(cluster, model):
+    said = set()
+    messages = chat()["messages"]
+    for path, body in {
+        "/v1/chat/completions": {"messages": messages}, "/v1/messages": {"messages": messages, "max_tokens": 1},
+        "/v1/messages/count_tokens": {"messages": messages}, "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]},
+    }.items():  # fmt: skip
+        status, _, reply = await cluster.post(body | {"model": model}, path)
+        assert status == 400, path
+        said.add(reply["error"]["message"])
+    (said,) = said
+    assert said.startswith("invalid request body: model: invalid type: ") and said.endswith(", expected a string")
+    status, _, reply = await cluster.post({"prompt": "a", "return_token_strs": "no"}, "/tokenize")
+    assert status == 400 and reply["error"]["param"] == "return_token_strs"
 
 
 async def test_a_tokenizer_of_another_template_is_the_clients_400(bare, monkeypatch):

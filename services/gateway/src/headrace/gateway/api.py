@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import structlog
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -27,6 +28,7 @@ from headrace.recipe.errors import RecipeError
 from headrace.recipe.grammar import constraint
 from headrace.recipe.jsontext import JSONError, compact, loads
 from headrace.recipe.protocol import ParsedRequest
+from headrace.recipe.protocol.shape import naming, reader
 from headrace.recipe.stream import ReplyStream, Usage
 
 from . import errors
@@ -69,6 +71,16 @@ class Call(Held):
     reply: Reply | None = None
     status: int = 200
     kept: bool = False  # a response with an id under which it can be fetched and cancelled
+
+
+class Fields(msgspec.Struct):
+    """What the endpoints that only count and translate take beside their text."""
+
+    model: str = ""
+    return_token_strs: bool | None = None
+
+
+_read_fields = naming(reader(Fields))
 
 
 class Api:
@@ -484,11 +496,11 @@ class Api:
 
     async def _tokenize(self, request: web.Request) -> Written:
         async def answer(body: dict[str, Any]) -> dict[str, Any]:
-            models = self._gateway.models
-            name = body.get("model") or next(iter(models.names), "")
-            if not isinstance(name, str):
-                raise errors.invalid(f"`model` must be a string, not {type(name).__name__}", "model")
+            models, fields = self._gateway.models, _read_fields(body)
+            name = fields.model or next(iter(models.names), "")
             group = models.group(name)
+            if group is None and models.names:
+                raise errors.unknown_model(name, models.names)
             limit = models.limit(group) if group else None
             if isinstance(text := body.get("prompt"), str):
                 self._refuse_long(len(text), limit or UNKNOWN_LIMIT)
@@ -501,7 +513,7 @@ class Api:
             else:
                 raise errors.invalid("give `prompt` (a string) or `messages` (as in a chat)", "prompt")
             out: dict[str, Any] = {"count": len(ids), "max_model_len": limit, "tokens": ids}
-            if body.get("return_token_strs"):
+            if fields.return_token_strs:
                 out["token_strs"] = [models.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
             return out
 
@@ -509,6 +521,7 @@ class Api:
 
     async def _count_tokens(self, request: web.Request) -> Written:
         async def answer(body: dict[str, Any]) -> dict[str, Any]:
+            _read_fields(body)
             models = self._gateway.models
             parsed = MESSAGES.parse({"max_tokens": 1, **body, "model": "model"}, models.any_name)
             return {"input_tokens": len(await self._prompt_of(request, MESSAGES, parsed))}
@@ -517,6 +530,7 @@ class Api:
 
     async def _detokenize(self, request: web.Request) -> Written:
         async def answer(body: dict[str, Any]) -> dict[str, Any]:
+            _read_fields(body)
             tokens, tokenizer = body.get("tokens"), self._gateway.models.tokenizer
             size = tokenizer.vocab_size
             if not isinstance(tokens, list) or not all(type(i) is int and 0 <= i < size for i in tokens):
