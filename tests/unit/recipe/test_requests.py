@@ -126,6 +126,88 @@ def test_open_refusals_are_clear(fields, status, message):
     assert caught.value.status == status
 
 
+def _part(part: dict, role: str = "user") -> dict:
+    return {"messages": [{"role": role, "content": [{"type": "text", "text": "see"}, part]}]}
+
+
+def _calls(*results: str) -> dict:
+    calls = [{"id": i, "type": "function", "function": {"name": "f", "arguments": "{}"}} for i in ("a", "b")]
+    answers = [{"role": "tool", "tool_call_id": i, "content": "r"} for i in results]
+    return {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls}, *answers]}
+
+
+STRICT = {"type": "function", "function": {"name": "g", "strict": True, "parameters": {"type": "object", "properties": {}}}}
+SEARCH = {"type": "web_search_20250305", "name": "s"}
+RANGE = "Invalid {0} value, the valid range of {0} is {1}"
+IN_TWO_DIALECTS = [  # protocol, fields, the referee's words, the open dialect's, the field that this names
+    ("chat", {"temperature": 2.1}, RANGE.format("temperature", "[0, 2]"), "* (got 2.1)", "temperature"),
+    ("responses", {"top_p": 0}, RANGE.format("top_p", "(0, 1.0]"), "* (got 0)", "top_p"),
+    ("responses", {"max_output_tokens": 0}, RANGE.format("max_tokens", "[1, 393216]"), "* (got 0)", "max_output_tokens"),
+    ("messages", {"max_tokens": 0}, RANGE.format("max_tokens", "[1, 393216]"), "* (got 0)", None),
+    ("chat", {"seed": 2**63}, RANGE.format("seed", "[0, 2^63)"), "* (got 9223372036854775808)", "seed"),
+    ("chat", {"logprobs": True, "top_logprobs": 21}, RANGE.format("top_logprobs", "[0, 20]."), "* (got 21)", "top_logprobs"),
+    ("chat", {"stop": ["x"] * 17}, "Stop string array too long: 17", "* (at most 16 are taken)", "stop"),
+    ("chat", {"tools": [TOOL, TOOL]}, "Tool names must be unique.", "* ('f' is there twice)", "tools"),
+    (
+        "chat", {"tools": [TOOL, STRICT]}, "Cannot use strict tool with non-strict tool in the same request",
+        "* ('g' is strict and 'f' is not: make all strict, or none)", "tools",
+    ),
+    (
+        "chat", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "h"}}},
+        "Invalid value for 'tool_call': no function named 'h' was specified in the 'tools' parameter.", "* (there: 'f')",
+        "tool_choice",
+    ),
+    (
+        "chat", {"tools": [TOOL], "tool_choice": "required", "thinking": {"type": "enabled"}},
+        "Thinking mode does not support this tool_choice",
+        '* (it is required: leave the choice to the model (auto), or send "thinking": {"type": "disabled"})', "tool_choice",
+    ),
+    (
+        "chat", _calls("a"),
+        "An assistant message with 'tool_calls' must be followed by tool messages responding to each 'tool_call_id'. "
+        "(insufficient tool messages following tool_calls message)", "* (messages[1]; no result of b)", "messages[1]",
+    ),
+    (
+        "chat", _part({"type": "image_url", "image_url": {"url": "ftp://a"}}), ".messages[0]: Unsupported image_url format",
+        "messages[0].content[1].image_url: Unsupported image_url format; an http://, https:// or data:image/ URL is taken, and "
+        "this begins with 'ftp://a'", "messages[0].content[1].image_url",
+    ),
+    (
+        "chat", _part({"type": "file", "file_id": "x"}),
+        ".messages[0]: file_id is not supported. Pass the image as a base64 data url instead.",
+        "messages[0].content[1]: file_id is not supported. Pass the image as a base64 data url instead.",
+        "messages[0].content[1]",
+    ),
+    (
+        "responses",
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input[0]: Unsupported image_url format",
+        "input[0].content[0].image_url: Unsupported image_url format; an http://, https:// or data:image/ URL is taken, and "
+        "this begins with 'x'", "input[0].content[0].image_url",
+    ),
+    (
+        "messages", {"tools": [SEARCH]}, "tools[0]: server tools are not supported",
+        "* (its type is 'web_search_20250305'; a tool of the client's own has none, or `custom`)", None,
+    ),
+    ("responses", {"input": []}, "Input items array must not be empty", "*", "input"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("protocol", "fields", "official", "open_words", "place"), IN_TWO_DIALECTS)
+def test_what_is_wrong_has_its_value_and_place_in_the_open_dialect_and_only_the_referees_words_in_its_own(
+    protocol, fields, official, open_words, place
+):
+    request = REQUESTS[protocol] | fields
+    said = {}
+    for options in (OFFICIAL, OPEN):
+        with pytest.raises(RecipeError) as caught:
+            PARSERS[protocol](request, options)
+        error = json.loads(caught.value.body("chat", options.dialect))["error"]
+        said[options.dialect] = error["message"], error["param"]
+        assert str(caught.value) == error["message"]
+    assert said == {"official": (official, None), "open": (open_words.replace("*", official), place)}
+
+
 def test_bodies_of_errors():
     error = RecipeError("no", status=429, param="p", code="c")
     assert json.loads(error.body("chat")) == {"error": {"message": "no", "type": "rate_limit_error", "param": "p", "code": "c"}}

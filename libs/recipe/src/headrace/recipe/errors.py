@@ -18,7 +18,10 @@ _TYPES = {
 
 
 class RecipeError(Exception):
-    """A request that cannot be served as sent. `body(protocol)` is the reply to the client."""
+    """A request that cannot be served as sent. `body(protocol)` is the reply to the client.
+
+    `more`, `instead`, `place`: of an error in the referee's words, what the open dialect says behind them (the value that was
+    sent, the way out), or in place of them, and the field that it names; `open` makes it so."""
 
     def __init__(
         self,
@@ -28,6 +31,9 @@ class RecipeError(Exception):
         type: str | None = None,
         param: str | None = None,
         code: str | int | None = INVALID,
+        more: str = "",
+        instead: str = "",
+        place: str | None = None,
     ):
         super().__init__(message)
         self.status = status
@@ -35,6 +41,14 @@ class RecipeError(Exception):
         self.type = type or _TYPES.get(status, "api_error")
         self.param = param
         self.code = code
+        self._open = instead or (f"{message} ({more})" if more else message), place
+
+    def open(self) -> "RecipeError":
+        """This error as the open dialect tells it."""
+        self.message, place = self._open
+        self.param = place or self.param
+        self.args = (self.message,)
+        return self
 
     def body(self, protocol: str = "chat", dialect: str = "open", request_id: str | None = None) -> bytes:
         """The JSON body: OpenAI's shape, or Anthropic's for "messages" in the open dialect."""

@@ -290,6 +290,7 @@ _EXTRAS = (
 )
 
 
+@common.dialectal
 def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN) -> ParsedRequest:
     """A request body as a conversation and its settings. Raises RecipeError."""
     value = common.parse_body(body)
@@ -334,7 +335,7 @@ def _convert(request: ChatRequest, options: ConversionOptions, fields: OpenField
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     common.check_stops(stops, "stop", single=isinstance(request.stop, str))
     if request.stream_options is not None and not request.stream:
-        raise RecipeError("stream_options should be set along with stream = true")
+        raise RecipeError("stream_options should be set along with stream = true", place="stream_options")
     schema = _set_format(conversation, request)
     common.check_strict(conversation, request.response_format is not None)
     sampling = _sampling(request, thinking, stops, options, fields)
@@ -379,13 +380,15 @@ def _set_tools(conversation: Conversation, request: ChatRequest) -> None:
 def _messages(request: ChatRequest, version: str, options: ConversionOptions) -> list[Message]:
     source = request.messages
     if not source:
-        raise RecipeError("Empty input messages")
+        raise RecipeError("Empty input messages", place="messages")
     messages: list[Message] = []
     index = 0
     while index < len(source):
         item = source[index]
         if isinstance(item, ToolMessage):
-            raise RecipeError("Messages with role 'tool' must be a response to a preceding message with 'tool_calls'")
+            words = "Messages with role 'tool' must be a response to a preceding message with 'tool_calls'"
+            place = f"messages[{index}]"
+            raise RecipeError(words, more=f"{place}, for tool_call_id {item.tool_call_id!r}", place=place)
         messages.append(_message(item, index, version, options))
         index += 1
         calls = item.tool_calls if isinstance(item, AssistantMessage) else None
@@ -402,7 +405,8 @@ def _results(
     wanted: set[str] = set()
     for call in calls:
         if call.id in wanted:
-            raise RecipeError(f"Duplicate value for 'tool_call_id' of {call.id} in message[{start - 1}]")
+            place = f"messages[{start - 1}].tool_calls"
+            raise RecipeError(f"Duplicate value for 'tool_call_id' of {call.id} in message[{start - 1}]", place=place)
         wanted.add(call.id)
     answered: set[str] = set()
     required = "An assistant message with 'tool_calls' must be followed by tool messages responding to each 'tool_call_id'"
@@ -410,11 +414,16 @@ def _results(
     for position in range(start, start + len(calls)):
         item = source[position] if position < len(source) else None
         if not isinstance(item, ToolMessage):
-            raise RecipeError(f"{required}. (insufficient tool messages following tool_calls message)")
+            missing = ", ".join(call.id for call in calls if call.id not in answered)
+            words, place = f"{required}. (insufficient tool messages following tool_calls message)", f"messages[{start - 1}]"
+            raise RecipeError(words, more=f"{place}; no result of {missing}", place=place)
+        place = f"messages[{position}].tool_call_id"
         if item.tool_call_id in answered:
-            raise RecipeError(f"Duplicate value for 'tool_call_id' of {item.tool_call_id} in message[{position}]")
+            raise RecipeError(f"Duplicate value for 'tool_call_id' of {item.tool_call_id} in message[{position}]", place=place)
         if item.tool_call_id not in wanted:
-            raise RecipeError(f"{required}, The following tool_call_ids did not have response messages: {item.tool_call_id}")
+            words = f"{required}, The following tool_call_ids did not have response messages: {item.tool_call_id}"
+            more = f"{place}; messages[{start - 1}] calls {', '.join(sorted(wanted))}"
+            raise RecipeError(words, more=more, place=place)
         answered.add(item.tool_call_id)
         results.append(_message(item, position, version, options))
     return results
@@ -425,7 +434,8 @@ def _check_prefix_place(messages: list[Message]) -> None:
     if any(message.prefix for message in messages[:-1]):
         raise RecipeError(
             "Invalid completion message: prefix set true with message which is not final message or "
-            "message role is not assistant"
+            "message role is not assistant",
+            place="messages",
         )
 
 
@@ -434,9 +444,10 @@ def _check_prefix_use(messages: list[Message], request: ChatRequest) -> None:
     if not (messages and messages[-1].prefix):
         return
     if isinstance(request.response_format, JsonObjectFormat):
-        raise RecipeError("response_format json_object should not be used with prefix")
+        raise RecipeError("response_format json_object should not be used with prefix", place="response_format")
     if request.tools or any(getattr(item, "tool_calls", None) for item in request.messages):
-        raise RecipeError("Function call should not be used with prefix")
+        more = "leave out tools and tool_calls, or the last message's prefix"
+        raise RecipeError("Function call should not be used with prefix", more=more, place="tools")
 
 
 def _check_json_word(request: ChatRequest) -> None:
@@ -444,7 +455,8 @@ def _check_json_word(request: ChatRequest) -> None:
     if not isinstance(request.response_format, JsonObjectFormat):
         return
     if not any("json" in part.lower() for item in request.messages for part in _texts(item.content)):
-        raise RecipeError("Prompt must contain the word 'json' in some form to use 'response_format' of type 'json_object'.")
+        words = "Prompt must contain the word 'json' in some form to use 'response_format' of type 'json_object'."
+        raise RecipeError(words, place="messages")
 
 
 def _texts(content: str | list[Any] | None) -> list[str]:
@@ -471,10 +483,12 @@ def _assistant(item: AssistantMessage, index: int, version: str, path: str, toke
     if calls is not None and not calls:
         raise RecipeError(
             f"Invalid 'messages[{index}].tool_calls': empty array. "
-            "Expected an array with minimum length 1, but got an empty array instead."
+            "Expected an array with minimum length 1, but got an empty array instead.",
+            place=f"messages[{index}].tool_calls",
         )
     if item.content is None and calls is None:
-        raise RecipeError("Invalid assistant message: content or tool_calls must be set")
+        place = f"messages[{index}]"
+        raise RecipeError("Invalid assistant message: content or tool_calls must be set", more=place, place=place)
     reasoning = item.reasoning_content
     if reasoning is None:
         reasoning = getattr(item, "reasoning", None)
@@ -494,11 +508,11 @@ def _gather(source: str | list[Any], version: str, path: str, token: str, refuse
         content.text(source)
         return content
     if version != "v4":
-        for part in source:
+        for number, part in enumerate(source):
             if isinstance(part, FilePart):
-                _check_file(part, path)
+                _check_file(part, path, f"{path[1:]}.content[{number}]")
         if refuse_images and any(not isinstance(part, TextPart) for part in source):
-            raise RecipeError("Image in assistant message is not supported")
+            raise RecipeError("Image in assistant message is not supported", more=path[1:], place=path[1:])
     for number, part in enumerate(source):
         place = f"{path[1:]}.content[{number}]"
         if isinstance(part, TextPart):
@@ -508,21 +522,27 @@ def _gather(source: str | list[Any], version: str, path: str, token: str, refuse
         elif isinstance(part, ImagePart):
             content.image(common.image_source(part.image_url.url, part.image_url.detail, path, place=f"{place}.image_url"))
         else:
-            content.image(common.image_source(part.file_data, None, path, place=f"{place}.file.file_data"))
+            content.image(common.image_source(part.file_data, None, path, place=f"{place}.file_data"))
     return content
 
 
-def _check_file(part: FilePart, path: str) -> None:
-    if part.file_id is None and part.file_data is None:
-        raise RecipeError(f"{path}: file must have a file_id or file_data")
-    if part.file_id is not None and part.file_data is not None:
-        raise RecipeError(f"{path}: file cannot have both file_id and file_data")
-    if part.file_id is not None and part.filename is not None:
-        raise RecipeError(f"{path}: file cannot have filename when file_id is present")
-    if part.file_id is not None:
-        raise RecipeError(f"{path}: file_id is not supported. Pass the image as a base64 data url instead.")
-    if not part.file_data.startswith("data:image/"):
-        raise RecipeError(f"{path}: file_data is not a valid base64 data url")
+def _check_file(part: FilePart, path: str, place: str) -> None:
+    """`path`: of the message, as the referee names it; `place`: of the part."""
+    named, more = part.file_id is not None, ""
+    if not named and part.file_data is None:
+        words = "file must have a file_id or file_data"
+    elif named and part.file_data is not None:
+        words = "file cannot have both file_id and file_data"
+    elif named and part.filename is not None:
+        words = "file cannot have filename when file_id is present"
+    elif named:
+        words = "file_id is not supported. Pass the image as a base64 data url instead."
+    elif not part.file_data.startswith("data:image/"):
+        words = "file_data is not a valid base64 data url"
+        more = f" (it begins with {part.file_data[:40]!r}, not with 'data:image/')"
+    else:
+        return
+    raise RecipeError(f"{path}: {words}", instead=f"{place}: {words}{more}", place=place)
 
 
 def _is_strict(form: Any) -> bool:
@@ -537,7 +557,7 @@ def _set_format(conversation: Conversation, request: ChatRequest) -> Any:
     elif isinstance(form, JsonSchemaFormat):
         schema = common.schema_format(form.json_schema.schema, form.json_schema.strict)
         if form.json_schema.strict:
-            common.close_strict(schema, tool=False)
+            common.close_strict(schema, tool=False, whose="response_format.json_schema, which is strict")
         conversation.response_format, conversation.response_schema = "json_schema", form.json_schema.schema
         return schema
     elif isinstance(form, RegexFormat):
@@ -559,12 +579,11 @@ def _sampling(
     common.in_range("top_p", request.top_p, 0, 1, "(0, 1.0]", open_low=True)
     if request.top_logprobs is not None:
         if not request.logprobs:
-            raise RecipeError("Invalid top_logprobs and logprobs value, logprobs must be set to true if top_logprobs is used.")
-        if request.top_logprobs > 20:
-            raise RecipeError("Invalid top_logprobs value, the valid range of top_logprobs is [0, 20].")
+            words = "Invalid top_logprobs and logprobs value, logprobs must be set to true if top_logprobs is used."
+            raise RecipeError(words, place="top_logprobs")
+        common.in_range("top_logprobs", request.top_logprobs, 0, 20, "[0, 20].")
     bound = options.max_tokens_bound(thinking)
-    if request.max_tokens is not None and not 1 <= request.max_tokens <= bound:
-        raise RecipeError(f"Invalid max_tokens value, the valid range of max_tokens is [1, {bound}]")
+    common.in_range("max_tokens", request.max_tokens, 1, bound, f"[1, {bound}]")
     sampling = Sampling(
         temperature=request.temperature,
         top_p=request.top_p,
@@ -590,8 +609,7 @@ def open_extras(fields: OpenFields | None) -> dict[str, Any]:
 
 
 def checked_seed(seed: int | None) -> int | None:
-    if seed is not None and seed >= 2**63:
-        raise RecipeError("Invalid seed value, the valid range of seed is [0, 2^63)")
+    common.in_range("seed", seed, 0, 2**63 - 1, "[0, 2^63)")
     return seed
 
 

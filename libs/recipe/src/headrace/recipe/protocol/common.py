@@ -1,6 +1,8 @@
 """Rules that the protocols share: thinking, sampling, tools, formats, images and tool results."""
 
 import re
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import msgspec
@@ -9,7 +11,7 @@ from ..conversation import Conversation, ImageDetail, ImageSource, Message, Tool
 from ..errors import RecipeError, ShapeError
 from ..jsontext import JSONError, compact, loads
 from ..stream.options import ParsingOptions
-from .request import ConversionOptions, OutputConstraint, Sampling
+from .request import OPEN, ConversionOptions, OutputConstraint, Sampling
 from .schema import SchemaError, check, close, strict
 
 EFFORTS = {"minimal": "low", "low": "low", "medium": "high", "high": "high", "xhigh": "xhigh", "ultra": "max", "max": "max"}
@@ -18,6 +20,28 @@ MAX_URL = 20 * 1024 * 1024  # characters of a data URL or link
 UNSUPPORTED_IMAGE = "[Unsupported Image]"
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]+\Z")
 _IMAGE_DATA_URL = re.compile(r"data:image/[^;,]+;", re.IGNORECASE)
+
+
+Parse = Callable[..., Any]
+
+
+def dialectal(parse: Parse) -> Parse:
+    """`parse(body, options)`, its errors as the dialect of `options` tells them: the official one as the referee does, byte for
+    byte, the open one with the values and the way out."""
+
+    @wraps(parse)
+    def told(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN) -> Any:
+        try:
+            return parse(body, options)
+        except RecipeError as error:
+            raise error.open() if options.dialect == "open" else error from None
+
+    return told
+
+
+def shown(value: float) -> str:
+    """A number as it was sent, or, where it was read as binary32, most likely was."""
+    return str(value) if isinstance(value, int) else f"{value:.7g}"
 
 
 def parse_body(body: bytes | str | dict[str, Any]) -> Any:
@@ -55,21 +79,25 @@ def thinking_mode(kind: str | None, effort: str | None, default: bool) -> tuple[
     return True, EFFORTS.get(effort or "high", "high")
 
 
-def in_range(name: str, value: float | None, low: float, high: float, shown: str, *, open_low: bool = False) -> None:
-    """Raise when `value` is outside [low, high] or (low, high]."""
+def in_range(
+    name: str, value: float | None, low: float, high: float, limits: str, *, open_low: bool = False, field: str = ""
+) -> None:
+    """Raise when `value` is outside [low, high] or (low, high], as `limits` spells it. `field`: its name, if not `name`."""
     if value is not None and not (low < value <= high if open_low else low <= value <= high):
-        raise RecipeError(f"Invalid {name} value, the valid range of {name} is {shown}", param=None)
+        words = f"Invalid {name} value, the valid range of {name} is {limits}"
+        raise RecipeError(words, more=f"got {shown(value)}", place=field or name)
 
 
 def check_stops(stops: list[str], name: str, single: bool = False) -> None:
     """At most 16 stop strings, none empty."""
     if len(stops) > MAX_STOPS:
-        raise RecipeError(f"Stop string array too long: {len(stops)}")
+        raise RecipeError(f"Stop string array too long: {len(stops)}", more=f"at most {MAX_STOPS} are taken", place=name)
     for index, stop in enumerate(stops):
         if not stop:
             place = name if single else f"{name}[{index}]"
             raise RecipeError(
-                f"Invalid '{place}': empty string. Expected a string with minimum length 1, but got an empty string instead."
+                f"Invalid '{place}': empty string. Expected a string with minimum length 1, but got an empty string instead.",
+                place=place,
             )
 
 
@@ -101,11 +129,14 @@ def check_tool_name(name: str, place: str) -> None:
     """Tool names are non-empty and of letters, digits, `_` and `-`."""
     if not name:
         raise RecipeError(
-            f"Invalid '{place}': empty string. Expected a string with minimum length 1, but got an empty string instead."
+            f"Invalid '{place}': empty string. Expected a string with minimum length 1, but got an empty string instead.",
+            place=place,
         )
     if not _TOOL_NAME.match(name):
         raise RecipeError(
-            f"Invalid '{place}': string does not match pattern. Expected a string that matches the pattern '^[a-zA-Z0-9_-]+$'."
+            f"Invalid '{place}': string does not match pattern. Expected a string that matches the pattern '^[a-zA-Z0-9_-]+$'.",
+            more=f"got {name!r}",
+            place=place,
         )
 
 
@@ -115,8 +146,8 @@ def tool_parameters(name: str, parameters: Any, is_strict: bool | None) -> Any:
         try:
             rebuilt = strict({"type": "object"} if parameters is None else parameters)
         except SchemaError as error:
-            raise RecipeError(f"Invalid tool parameters schema : {error}") from None
-        close_strict(rebuilt, tool=True)
+            raise RecipeError(f"Invalid tool parameters schema : {error}", more=f"tool '{name}'", place="tools") from None
+        close_strict(rebuilt, tool=True, whose=f"tool '{name}', which is strict")
         return rebuilt
     if parameters is None:
         return {}
@@ -141,7 +172,7 @@ def check_tool_schema(name: str, parameters: Any) -> None:
 def check_unique(name: str, names: set[str]) -> None:
     """No two tools of one name; adds `name` to `names`."""
     if name in names:
-        raise RecipeError("Tool names must be unique.")
+        raise RecipeError("Tool names must be unique.", more=f"'{name}' is there twice", place="tools")
     names.add(name)
 
 
@@ -151,9 +182,12 @@ def check_strict(conversation: Conversation, has_format: bool) -> None:
     if conversation.tool_choice == "none" or not any(flags):
         return
     if not all(flags):
-        raise RecipeError("Cannot use strict tool with non-strict tool in the same request")
+        strict, other = (next(t.name for t in conversation.tools if bool(t.strict) is kind) for kind in (True, False))
+        more = f"'{strict}' is strict and '{other}' is not: make all strict, or none"
+        raise RecipeError("Cannot use strict tool with non-strict tool in the same request", more=more, place="tools")
     if has_format:
-        raise RecipeError("response_format should not be used with tools")
+        more = f"tools that are strict, as '{conversation.tools[0].name}' is; leave out either"
+        raise RecipeError("response_format should not be used with tools", more=more, place="response_format")
 
 
 def choose_tools(
@@ -163,14 +197,19 @@ def choose_tools(
     if not tools:
         return tools, "none" if choice == "none" else "auto"
     if named is not None:
+        there = ", ".join(f"'{tool.name}'" for tool in tools)
         tools = [tool for tool in tools if tool.name == named]
         if not tools:
             raise RecipeError(
-                f"Invalid value for 'tool_call': no function named '{named}' was specified in the 'tools' parameter."
+                f"Invalid value for 'tool_call': no function named '{named}' was specified in the 'tools' parameter.",
+                more=f"there: {there}",
+                place="tool_choice",
             )
         choice = "required"
     if choice == "required" and thinking:
-        raise RecipeError("Thinking mode does not support this tool_choice")
+        what = "required" if named is None else f"the function '{named}'"
+        more = f'it is {what}: leave the choice to the model (auto), or send "thinking": {{"type": "disabled"}}'
+        raise RecipeError("Thinking mode does not support this tool_choice", more=more, place="tool_choice")
     return tools, choice or "auto"
 
 
@@ -188,12 +227,12 @@ def schema_format(schema: Any, is_strict: bool | None) -> Any:
     return schema
 
 
-def close_strict(schema: Any, *, tool: bool) -> None:
-    """Close a rebuilt schema in place."""
+def close_strict(schema: Any, *, tool: bool, whose: str) -> None:
+    """Close a rebuilt schema in place; errors say `whose` it is."""
     try:
         close(schema, tool=tool)
     except SchemaError as error:
-        raise RecipeError(str(error)) from None
+        raise RecipeError(str(error), more=whose) from None
 
 
 def output_constraint(conversation: Conversation, schema: Any, is_strict: bool | None = None) -> OutputConstraint | None:
@@ -292,7 +331,9 @@ def image_source(
         return ImageSource("url", url, detail or "high", path, place)
     if url.startswith("data:image/"):
         return ImageSource("data_url", url, detail or "high", path, place)
-    raise RecipeError(f"{path}: Unsupported {field} format")
+    words = f"Unsupported {field} format"
+    taken = f"an http://, https:// or data:image/ URL is taken, and this begins with {url[:40]!r}"
+    raise RecipeError(f"{path}: {words}", instead=f"{place}: {words}; {taken}", place=place)
 
 
 # --- history ---------------------------------------------------------------------------------------------------------

@@ -72,6 +72,7 @@ class CompletionRequest(msgspec.Struct):
 _read = naming(reader(CompletionRequest))
 
 
+@common.dialectal
 def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN) -> ParsedRequest:
     """A request body as prompts and settings; the conversation stays empty. Raises RecipeError."""
     value = common.parse_body(body)
@@ -87,7 +88,7 @@ def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN)
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     common.check_stops(stops, "stop", single=isinstance(request.stop, str))
     if request.stream_options is not None and not request.stream:
-        raise RecipeError("stream_options should be set along with stream = true")
+        raise RecipeError("stream_options should be set along with stream = true", place="stream_options")
     sampling = _sampling(request, stops, options)
     demands.check_served(value, sampling.n)
     sampling.logit_bias = demands.logit_bias(value)
@@ -158,16 +159,14 @@ def _sampling(request: CompletionRequest, stops: list[str], options: ConversionO
     common.in_range("frequency_penalty", request.frequency_penalty, -2, 2, "[-2, 2]")
     common.in_range("temperature", request.temperature, 0, 2, "[0, 2]")
     common.in_range("top_p", request.top_p, 0, 1, "(0, 1.0]", open_low=True)
-    if request.logprobs is not None and request.logprobs > 20:
-        raise RecipeError("Invalid logprobs value, the valid range of logprobs is [0, 20]", param="logprobs")
+    common.in_range("logprobs", request.logprobs, 0, 20, "[0, 20]")
     bound = options.max_tokens_bound(False)
     if request.max_tokens == 0 and not request.echo:
         raise RecipeError(
             f"Invalid max_tokens value, the valid range of max_tokens is [1, {bound}]; 0 needs echo, for the prompt alone",
             param="max_tokens",
         )
-    if request.max_tokens is not None and request.max_tokens > bound:
-        raise RecipeError(f"Invalid max_tokens value, the valid range of max_tokens is [1, {bound}]")
+    common.in_range("max_tokens", request.max_tokens, 0, bound, f"[1, {bound}]")
     return Sampling(
         temperature=request.temperature,
         top_p=request.top_p,

@@ -94,7 +94,7 @@ def logit_bias(body: dict[str, Any]) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise RecipeError("`logit_bias` must be an object of token ids and numbers", param="logit_bias")
+        raise RecipeError(f"`logit_bias` must be an object of token ids and numbers; got {_brief(value)}", param="logit_bias")
     if len(value) > MAX_BIASES:
         raise RecipeError(f"`logit_bias` names {len(value)} tokens; at most {MAX_BIASES} may be named", param="logit_bias")
     out = {}
@@ -102,7 +102,9 @@ def logit_bias(body: dict[str, Any]) -> dict[int, float]:
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise RecipeError(f"`logit_bias` names {token!r}, which is not a token id", param="logit_bias")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not (math.isfinite(bias) and -100 <= bias <= 100):
-            raise RecipeError(f"`logit_bias` of token {token} must be a number from -100 to 100", param="logit_bias")
+            raise RecipeError(
+                f"`logit_bias` of token {token} must be a number from -100 to 100; got {_brief(bias)}", param="logit_bias"
+            )
         out[int(token)] = float(bias)
     return out
 
@@ -126,7 +128,7 @@ def structured(body: dict[str, Any]) -> Wanted | None:
     options = body.get("structured_outputs")
     if options is not None:
         if not isinstance(options, dict):
-            raise RecipeError("`structured_outputs` must be an object", param="structured_outputs")
+            raise RecipeError(f"`structured_outputs` must be an object; got {_brief(options)}", param="structured_outputs")
         for name, value in options.items():
             if name in _OPTIONS and value not in (None, False):
                 raise RecipeError(f"`structured_outputs.{name}` is not served", param="structured_outputs")
@@ -143,7 +145,7 @@ def structured(body: dict[str, Any]) -> Wanted | None:
 
 def _wanted(place: str, way: str, value: Any) -> Wanted:
     def wrong(what: str) -> RecipeError:
-        return RecipeError(f"`{place}` must be {what}", param=place)
+        return RecipeError(f"`{place}` must be {what}; got {_brief(value)}", param=place)
 
     if way == "json":
         try:
@@ -161,7 +163,7 @@ def _wanted(place: str, way: str, value: Any) -> Wanted:
         if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
             raise wrong("a list of texts, none of them empty")
         if len(value) > MAX_CHOICES:
-            raise wrong(f"a list of at most {MAX_CHOICES} texts; it has {len(value)}")
+            raise RecipeError(f"`{place}` must be a list of at most {MAX_CHOICES} texts; it has {len(value)}", param=place)
         texts = (json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(value))
         return Wanted("lark", f"start: CHOICE\nCHOICE: {' | '.join(texts)}", place)  # a terminal: any number at once
     if not isinstance(value, str) or not value:
@@ -169,6 +171,12 @@ def _wanted(place: str, way: str, value: Any) -> Wanted:
     if way == "grammar" and "::=" in value:
         raise RecipeError(f"`{place}` is in EBNF (`::=`); grammars are read as Lark (`start: ...`)", param=place)
     return Wanted("regex" if way == "regex" else "lark", value, place)
+
+
+def _brief(value: Any) -> str:
+    """A value as JSON, its beginning."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def messages_format(body: dict[str, Any]) -> Wanted | None:

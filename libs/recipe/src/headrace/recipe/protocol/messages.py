@@ -264,6 +264,7 @@ _read = reader(MessagesRequest)
 _read_open = naming(_read)
 
 
+@common.dialectal
 def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN) -> ParsedRequest:
     """A request body as a conversation and its settings. Raises RecipeError."""
     value = common.parse_body(body)
@@ -350,7 +351,8 @@ def _declared_tools(
     for index, tool in enumerate(request.tools or ()):
         if isinstance(tool, ServerTool):
             if options.messages_web_search == "reject" or not tool.type.startswith("web_search"):
-                raise RecipeError(f"tools[{index}]: server tools are not supported")
+                more = f"its type is {tool.type!r}; a tool of the client's own has none, or `custom`"
+                raise RecipeError(f"tools[{index}]: server tools are not supported", more=more)
             dropped.add(tool.name)
             continue
         common.check_tool_name(tool.name, f"tools[{index}].name")
@@ -467,14 +469,15 @@ class _Reader:
             elif isinstance(block, ImageBlock):
                 if self.version != "v4":
                     _image(block, f"messages.{index}.content[{position}]", "")  # a broken image is told first
-                    raise RecipeError("Image in assistant message is unsupported")
+                    raise RecipeError("Image in assistant message is unsupported", more=f"messages.{index}.content.{position}")
                 texts.append(common.UNSUPPORTED_IMAGE)
             elif isinstance(block, ToolUseBlock):
                 if any(call.id == block.id for call in calls):
                     raise RecipeError(f"messages.{index}.content.{position}: `tool_use` ids must be unique")
                 calls.append(ToolCall(block.id, block.name, dumps(block.input, padded_exponents=False)))
             elif not self.drops_search:
-                raise RecipeError("Unsupported content block: server tools are not supported")
+                words = "Unsupported content block: server tools are not supported"
+                raise RecipeError(words, more=f"messages.{index}.content.{position}")
         self.waiting = [call.id for call in calls]
         self.known = set(self.waiting)
         reasoning = "\n\n".join(thoughts) if thoughts else None
@@ -605,7 +608,7 @@ def _sampling(
     common.in_range("top_p", request.top_p, 0, 1, "(0, 1.0]", open_low=True)
     bound = options.max_tokens_bound(thinking)
     if request.max_tokens == 0:
-        raise RecipeError(f"Invalid max_tokens value, the valid range of max_tokens is [1, {bound}]")
+        raise RecipeError(f"Invalid max_tokens value, the valid range of max_tokens is [1, {bound}]", more="got 0")
     sampling = Sampling(
         temperature=request.temperature,
         top_p=request.top_p,

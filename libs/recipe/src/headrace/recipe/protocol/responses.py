@@ -360,6 +360,7 @@ _read = reader(ResponsesRequest)
 _read_open = naming(_read)
 
 
+@common.dialectal
 def parse(body: bytes | str | dict[str, Any], options: ConversionOptions = OPEN) -> ParsedRequest:
     """A request body as a conversation and its settings. Raises RecipeError."""
     value = common.parse_body(body)
@@ -388,9 +389,9 @@ def _convert(request: ResponsesRequest, options: ConversionOptions, fields: Open
     tools = _definitions(request.tools or (), namespaces, version)
     declared = dict(namespaces)
     if request.input is None and not request.instructions:
-        raise RecipeError("Either input or instructions must be provided")
+        raise RecipeError("Either input or instructions must be provided", place="input")
     if request.input == []:
-        raise RecipeError("Input items array must not be empty")
+        raise RecipeError("Input items array must not be empty", place="input")
     reading = _Reader(version, options, namespaces)
     messages = reading.read(request.input)
     tools += reading.found
@@ -458,7 +459,8 @@ class _Reader:
     def _item(self, index: int, item: Any) -> None:
         if isinstance(item, OtherItem):
             if item.type == "web_search_call" and self.rejects_search:
-                raise RecipeError("Server tools are not supported")
+                place = f"input[{index}]"
+                raise RecipeError("Server tools are not supported", more=f"{place}, {item.type}", place=place)
             return
         if isinstance(item, ToolSearchCall | ToolSearchOutput) and self.version == "v4":
             return
@@ -509,7 +511,7 @@ class _Reader:
     def _call(self, index: int, item: FunctionCall | CustomToolCall | ToolSearchCall) -> None:
         self._check_id(index, item.call_id)
         if item.call_id in self.call_ids:
-            raise RecipeError(f"Duplicate 'call_id': {item.call_id}.")
+            raise RecipeError(f"Duplicate 'call_id': {item.call_id}.", more=f"input[{index}]", place=f"input[{index}].call_id")
         self.call_ids.add(item.call_id)
         if self.wanted and all(call_id in self.results for call_id in self.wanted):
             self._finish_results()
@@ -536,9 +538,11 @@ class _Reader:
             return
         self._check_id(index, item.call_id)
         if item.call_id in self.answered:
-            raise RecipeError(f"Duplicate tool output for call_id: {item.call_id}.")
+            words, place = f"Duplicate tool output for call_id: {item.call_id}.", f"input[{index}]"
+            raise RecipeError(words, more=place, place=f"{place}.call_id")
         if item.call_id not in self.wanted:
-            raise RecipeError(f"No tool call found for tool output with call_id {item.call_id}.")
+            words, place = f"No tool call found for tool output with call_id {item.call_id}.", f"input[{index}]"
+            raise RecipeError(words, more=place, place=f"{place}.call_id")
         self.answered.add(item.call_id)
         if isinstance(item, ToolSearchOutput):
             self.results[item.call_id] = Message("tool", _found_text(item.tools, index), tool_call_id=item.call_id)
@@ -603,12 +607,13 @@ def _check_images(parts: list[Any], place: str) -> None:
     for number, part in enumerate(parts):
         if not isinstance(part, ImagePart):
             continue
+        at = f"{place}[{number}]"
         if part.image_url and part.file_id:
-            raise RecipeError(f"{place}[{number}]: input_image cannot have both image_url and file_id")
+            raise RecipeError(f"{at}: input_image cannot have both image_url and file_id", place=at)
         if part.file_id:
-            raise RecipeError(f"{place}[{number}]: file_id is not supported. Pass the image as a base64 data url instead.")
+            raise RecipeError(f"{at}: file_id is not supported. Pass the image as a base64 data url instead.", place=at)
         if not part.image_url:
-            raise RecipeError(f"{place}[{number}]: input_image must have image_url or file_id")
+            raise RecipeError(f"{at}: input_image must have image_url or file_id", place=at)
 
 
 def _check_json_word(request: ResponsesRequest, messages: list[Message]) -> None:
@@ -626,8 +631,11 @@ def _check_json_word(request: ResponsesRequest, messages: list[Message]) -> None
 def _check_search(request: ResponsesRequest, options: ConversionOptions) -> None:
     if options.responses_web_search == "drop":
         return
-    if any(isinstance(tool, WebSearch) for tool in request.tools or ()) or isinstance(request.tool_choice, SearchChoice):
-        raise RecipeError("Server tools are not supported")
+    searches = [f"tools[{index}]" for index, tool in enumerate(request.tools or ()) if isinstance(tool, WebSearch)]
+    if isinstance(request.tool_choice, SearchChoice):
+        searches.append("tool_choice")
+    if searches:
+        raise RecipeError("Server tools are not supported", more=f"{searches[0]} is a web search", place=searches[0])
 
 
 def _found_text(tools: list[Any], index: int) -> str:
@@ -682,10 +690,12 @@ def _check_tool_names(tools: Iterable[Any], place: str) -> None:
                     )
                 common.check_tool_name(inner.name, f"{place}[{index}].tools[{number}].name")
                 if inner.name in names:
-                    raise RecipeError("Tool names within a namespace must be unique.")
+                    words, inside = "Tool names within a namespace must be unique.", f"{place}[{index}]"
+                    raise RecipeError(words, more=f"'{inner.name}' is twice in {inside}, '{tool.name}'", place=inside)
                 names.add(inner.name)
         if isinstance(tool, CustomTool) and tool.name != APPLY_PATCH:
-            raise RecipeError(f"Unsupported custom tool: '{tool.name}'. Only '{APPLY_PATCH}' is supported.")
+            words = f"Unsupported custom tool: '{tool.name}'. Only '{APPLY_PATCH}' is supported."
+            raise RecipeError(words, place=f"{place}[{index}]")
 
 
 def _set_tools(conversation: Conversation, request: ResponsesRequest, tools: list[ToolDefinition]) -> None:
@@ -761,7 +771,7 @@ def _set_format(conversation: Conversation, request: ResponsesRequest) -> Any:
     elif isinstance(form, JsonSchemaFormat):
         schema = common.schema_format(form.schema, form.strict)
         if form.strict:
-            common.close_strict(schema, tool=False)
+            common.close_strict(schema, tool=False, whose="text.format, which is strict")
         conversation.response_format, conversation.response_schema = "json_schema", form.schema
         return schema
     return None
@@ -770,11 +780,9 @@ def _set_format(conversation: Conversation, request: ResponsesRequest) -> Any:
 def _sampling(request: ResponsesRequest, thinking: bool, options: ConversionOptions, fields: OpenFields | None) -> Sampling:
     common.in_range("temperature", request.temperature, 0, 2, "[0, 2]")
     common.in_range("top_p", request.top_p, 0, 1, "(0, 1.0]", open_low=True)
-    if request.top_logprobs is not None and request.top_logprobs > 20:
-        raise RecipeError("Invalid top_logprobs value, the valid range of top_logprobs is [0, 20].")
+    common.in_range("top_logprobs", request.top_logprobs, 0, 20, "[0, 20].")
     bound = options.max_tokens_bound(thinking)
-    if request.max_output_tokens is not None and not 1 <= request.max_output_tokens <= bound:
-        raise RecipeError(f"Invalid max_tokens value, the valid range of max_tokens is [1, {bound}]")
+    common.in_range("max_tokens", request.max_output_tokens, 1, bound, f"[1, {bound}]", field="max_output_tokens")
     sampling = Sampling(
         temperature=request.temperature,
         top_p=request.top_p,
