@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from headrace.engine import LLM, SamplingParams
+from headrace.engine import LLM, SamplingParams, bench
+from headrace.engine.loader import load_model
 from headrace.engine.make_checkpoint import make_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -101,3 +103,14 @@ def test_the_benchmark_prints_what_it_promises(checkpoint):
         assert {"attn", "ffn", "other"} <= batch["forward_ms"].keys()
         assert batch["load"] >= 0
         assert sum(batch["step_ms"].values()) == pytest.approx(batch["decode_step_ms"], rel=0.05)
+
+
+def test_what_lies_between_the_parts_of_a_step_is_of_one_run_and_never_less_than_nothing(checkpoint):
+    """The median of the whole less the medians of its parts may be less."""
+    args = bench.arguments().parse_args(["--prompt", "20", "--output", "5"])
+    model = load_model(checkpoint, numerics="bounded")
+    for _ in range(3):
+        run = bench._run(model, 2, args, np.random.default_rng(0))
+        parts = sum(run[part] for part in bench.STEP_PARTS)
+        assert run["between"] == pytest.approx(run["decode"] - parts) and run["between"] >= 0
+        assert bench._figures(run, 2, args)["step_ms"]["between"] == round(1e3 * run["between"] / run["steps"], 4)

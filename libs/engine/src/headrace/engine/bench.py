@@ -186,23 +186,21 @@ def _run(model, size: int, args: argparse.Namespace, rng: np.random.Generator) -
         out["decode_cpu"] += time.process_time() - cpu
         out["steps"] += 1
         after = engine.stats()
-        for part in STEP_PARTS:
-            out[part] = after[f"seconds_{part}"] - before[f"seconds_{part}"]
+        parts = {part: after[f"seconds_{part}"] - before[f"seconds_{part}"] for part in STEP_PARTS}
+        out |= parts | {"between": out["decode"] - sum(parts.values())}  # of this run: medians of several don't add up
         if any(isinstance(event, api.Tokens) and event.finish for event in events):
             return out
 
 
 def _figures(run: dict[str, float], size: int, args: argparse.Namespace) -> dict:
     steps = run["steps"]
-    step_ms = {part: round(1e3 * run[part] / steps, 4) for part in STEP_PARTS}
-    whole = 1e3 * run["decode"] / steps
     return {
         "prefill_tokens_per_second": round(size * args.prompt / run["prefill"], 1),
         "decode_tokens_per_second": round(size * steps / run["decode"], 1),
         "prefill_cpu_ms_per_token": round(1e3 * run["prefill_cpu"] / (size * args.prompt), 4),
-        "decode_step_ms": round(whole, 3),
+        "decode_step_ms": round(1e3 * run["decode"] / steps, 3),
         "decode_step_cpu_ms": round(1e3 * run["decode_cpu"] / steps, 3),
-        "step_ms": step_ms | {"between": round(whole - sum(step_ms.values()), 4)},
+        "step_ms": {part: round(1e3 * run[part] / steps, 4) for part in (*STEP_PARTS, "between")},
     }
 
 

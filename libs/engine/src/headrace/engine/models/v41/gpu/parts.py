@@ -109,9 +109,9 @@ def by_part(model: V41Gpu, step: Callable[[], Any], times: int) -> dict[str, flo
     model.overlap = overlap
     out = {part: statistics.median(run[part] for run in runs) for part in runs[0]}
     out = dict(sorted(out.items(), key=lambda item: -item[1]))
-    whole = statistics.median(wholes)
+    rest = statistics.median(whole - sum(run.values()) for run, whole in zip(runs, wholes, strict=True))  # medians don't add up
     calls = sum(begin is not None for _, begin, _ in marks.calls)  # of the capture, not of what warmed it up
-    return out | {"rest": whole - sum(out.values()), "whole": whole, "calls": float(calls)}
+    return out | {"rest": rest, "whole": statistics.median(wholes), "calls": float(calls)}
 
 
 def by_kernel(device: torch.device, replay: Callable[[], Any], times: int = 3, most: int = 25) -> dict[str, float]:
