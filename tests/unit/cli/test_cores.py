@@ -61,3 +61,9 @@ def test_all_cores_that_it_may_use_are_shared_out():
     assert said["both"] == len(cores) and said["system"] == [len(cores)]
     assert said["worker"] == said["vision"] == max(1, len(cores) // 2)
     assert said["shared"] == 2 * [max(1, len(cores) // 4)]
+
+
+def test_nobody_asks_for_the_cores_of_the_machine_except_who_reads_its_load():
+    root = Path(__file__).parents[3]
+    sources = [path for part in ("libs", "services", "models") for path in (root / part).rglob("*.py")]
+    assert [path.name for path in sources if "cpu_count(" in path.read_text() and path.name != "cores.py"] == ["doctor.py"]

@@ -11,6 +11,7 @@ goes by hand into `tuning`, whose tables are what runs. FP8 products: `tune_gemm
 import argparse
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -21,6 +22,11 @@ from headrace.kernels import tuning
 from headrace.kernels.bench import input_sets, time_graph
 from headrace.kernels.cases import Case, all_cases
 from headrace.kernels.check import check, relative_error, tensors
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, for as many that compile at a time: a container has fewer than its machine."""
+    return len(os.sched_getaffinity(0))
 
 
 def grid(**axes: tuple) -> list[dict]:

@@ -9,7 +9,6 @@ outputs agree and whose checks pass. It changes no table.
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from headrace.kernels import tuning
 from headrace.kernels.bench import input_sets, time_graph
 from headrace.kernels.cases import Case, all_cases
 from headrace.kernels.check import check, relative_error, tensors
-from headrace.kernels.tune import grid
+from headrace.kernels.tune import grid, usable_cores
 
 AGREE = 1e-2  # relative difference of outputs: the bound of the check cases
 
@@ -69,7 +68,7 @@ def in_processes(jobs: list[list[str]], until: float) -> list[str]:
     printed, running = [json.dumps({"error": "out of time", "job": job}) for job in jobs], {}
     waiting = list(range(len(jobs)))
     while waiting or running:
-        while waiting and len(running) < (os.cpu_count() or 4):
+        while waiting and len(running) < usable_cores():
             i = waiting.pop(0)
             command = [sys.executable, "-m", "headrace.kernels.tune_attention", *jobs[i]]
             running[i] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

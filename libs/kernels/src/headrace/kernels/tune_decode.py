@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from headrace.kernels.bench import measure_ceilings, time_graph
 from headrace.kernels.cases import generator, randn, random_fp8
 from headrace.kernels.cases.gemm import BYTES
 from headrace.kernels.check import relative_error
+from headrace.kernels.tune import usable_cores
 
 EXPERTS, TOP_K = 96, 6
 CHECKED = 4  # groups whose result is compared
@@ -280,7 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=150.0, help="stop after about so long, compilation included")
     parser.add_argument("--json", default="", help="write every timing to this file")
     parser.add_argument("--only", default="", help="only shapes whose 'kind name batch' contains one of these, by |")
-    parser.add_argument("--jobs", type=int, default=min(16, len(os.sched_getaffinity(0))), help="compiling processes")
+    parser.add_argument("--jobs", type=int, default=min(16, usable_cores()), help="compiling processes")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     begin = time.monotonic()

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from headrace.kernels.bench import input_sets, time_graph
 from headrace.kernels.cases import Case
 from headrace.kernels.cases import gemm as cases
 from headrace.kernels.check import relative_error, tensors
+from headrace.kernels.tune import usable_cores
 
 BOUND = 1e-3  # of the tables' results: K may be split at other places
 FEW = 64
@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=150.0, help="stop after about so long, compilation included")
     parser.add_argument("--json", default="", help="write every timing to this file")
     parser.add_argument("--only", default="", help="only shapes whose 'kind MxNxK' contains one of these, by |")
-    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="compiling processes")
+    parser.add_argument("--jobs", type=int, default=min(16, usable_cores()), help="compiling processes")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     begin = time.monotonic()
