@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from headrace.cli import program
+from headrace.cli.passthrough import BENCHES
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,6 @@ def test_found_on_the_path_it_is_a_bare_name(tmp_path, monkeypatch):
         (["dril"], "did you mean `./headrace drill`?"),
         (["drill", "--help"], "  ./headrace drill --list  "),
         (["bench", "--help"], "usage: ./headrace bench WHAT"),
-        (["bench", "recipe", "--help"], "usage: headrace bench recipe "),
         (["chat", "x", "--state-dir", "/nowhere"], "start one with `./headrace up`"),
     ],
 )
@@ -55,6 +55,14 @@ def test_in_a_clone(argv, said):
         [sys.executable, "-m", "headrace.cli", *argv], env=environment, capture_output=True, text=True, timeout=60
     )
     assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+def test_the_help_of_a_benchmark_names_it_as_it_was_asked_for(bench):
+    environment = {**os.environ, "HEADRACE_PROGRAM": "./headrace"}
+    argv = [sys.executable, "-m", "headrace.cli", "bench", bench, "--help"]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith(f"usage: headrace bench {bench} "), done.stderr
 
 
 def test_what_it_starts_was_called_otherwise():

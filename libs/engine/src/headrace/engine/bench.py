@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="headrace bench engine", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--preset", choices=sorted(PRESETS), default="nano", help="a random checkpoint (default nano)")
     source.add_argument("--model", help="a checkpoint directory instead")

@@ -99,7 +99,7 @@ def bench(case: Case, device: torch.device, ceilings: dict[str, float]) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="headrace.kernels.bench", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object per row")
     parser.add_argument("--only", default="", help="only rows whose operation or shape contains one of these, by |")
     parser.add_argument("--warm", default="", help="I/N: only compile the I-th of N parts of the rows, without timing")

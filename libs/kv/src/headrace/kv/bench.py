@@ -17,7 +17,7 @@ PROMPT = 77_056  # tokens: 602 blocks
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m headrace.kv.bench", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     args = parser.parse_args(argv)
     rows = {**_hashing(), **_pool(), **_prefix()}

@@ -27,7 +27,7 @@ GENERATION = 1
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m headrace.transfer.bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--kinds", default="shm,tcp", help="transports to measure (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=20, help="times per size (default: %(default)s)")

@@ -372,7 +372,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError
         return {"PYTHONPATH": os.pathsep.join(map(str, sources))}
 
-    parser = argparse.ArgumentParser(prog="headrace bench gateway", description=__doc__,
+    parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--engine", choices=("sim", "v41"), default="sim", help="sim: workers that compute nothing (default)")
     parser.add_argument("--model", default="", help="checkpoint folder (engine v41)")

@@ -32,7 +32,7 @@ NAMESPACE = bytes(16)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m headrace.kvstore.bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--blocks", type=int, default=602, help="blocks of a prompt (default: %(default)s, 77k tokens)")
     parser.add_argument("--batch", type=int, default=64, help="blocks per write grant (default: %(default)s)")

@@ -201,7 +201,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="headrace bench vision", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="pairs of a round without and one with images (default: 5)")
     parser.add_argument("--seconds", type=float, default=8.0, help="of a round (default: 8)")
     parser.add_argument("--pace", type=float, default=0.1, help="seconds between two text requests (default: 0.1)")
