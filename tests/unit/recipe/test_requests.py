@@ -189,6 +189,11 @@ IN_TWO_DIALECTS = [  # protocol, fields, the referee's words, the open dialect's
         "messages", {"tools": [SEARCH]}, "tools[0]: server tools are not supported",
         "* (its type is 'web_search_20250305'; a tool of the client's own has none, or `custom`)", None,
     ),
+    (
+        "chat", {"response_format": {"type": "json_schema", "json_schema": {"strict": True, "schema": {"enum": [1]}}}},
+        "Invalid json schema: one of `type`, `anyOf`, `$ref` field is required", "* (response_format.json_schema.schema)",
+        "response_format.json_schema.schema",
+    ),
     ("responses", {"input": []}, "Input items array must not be empty", "*", "input"),
 ]  # fmt: skip
 

@@ -555,7 +555,7 @@ def _set_format(conversation: Conversation, request: ChatRequest) -> Any:
     if isinstance(form, JsonObjectFormat):
         conversation.response_format = "json_object"
     elif isinstance(form, JsonSchemaFormat):
-        schema = common.schema_format(form.json_schema.schema, form.json_schema.strict)
+        schema = common.schema_format(form.json_schema.schema, form.json_schema.strict, "response_format.json_schema.schema")
         if form.json_schema.strict:
             common.close_strict(schema, tool=False, whose="response_format.json_schema, which is strict")
         conversation.response_format, conversation.response_schema = "json_schema", form.json_schema.schema

@@ -216,14 +216,14 @@ def choose_tools(
 # --- formats and constraints -----------------------------------------------------------------------------------------
 
 
-def schema_format(schema: Any, is_strict: bool | None) -> Any:
-    """A response format's schema as the constraint uses it: checked, or rebuilt when strict."""
+def schema_format(schema: Any, is_strict: bool | None, place: str) -> Any:
+    """A response format's schema, which is at `place`, as the constraint uses it: checked, or rebuilt when strict."""
     try:
         if is_strict:
             return strict(schema)
         check(schema)
     except SchemaError as error:
-        raise RecipeError(f"Invalid json schema: {error}") from None
+        raise RecipeError(f"Invalid json schema: {error}", more=place, place=place) from None
     return schema
 
 

@@ -208,7 +208,7 @@ def apply(parsed: ParsedRequest, wanted: Wanted | None, *, strict: bool = False)
     if wanted.kind == "regex":
         conversation.response_format, conversation.response_regex = "regex", wanted.value
     else:
-        schema = common.schema_format(wanted.value, strict)
+        schema = common.schema_format(wanted.value, strict, wanted.place)
         conversation.response_format, conversation.response_schema = "json_schema", wanted.value
     common.check_strict(conversation, True)
     parsed.output_constraint = common.output_constraint(conversation, schema, strict)

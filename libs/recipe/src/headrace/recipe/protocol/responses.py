@@ -769,7 +769,7 @@ def _set_format(conversation: Conversation, request: ResponsesRequest) -> Any:
     if isinstance(form, JsonObjectFormat):
         conversation.response_format = "json_object"
     elif isinstance(form, JsonSchemaFormat):
-        schema = common.schema_format(form.schema, form.strict)
+        schema = common.schema_format(form.schema, form.strict, "text.format.schema")
         if form.strict:
             common.close_strict(schema, tool=False, whose="text.format, which is strict")
         conversation.response_format, conversation.response_schema = "json_schema", form.schema
