@@ -11,7 +11,7 @@
 #   drafts      throughput by the policy on measured times                      120
 #   engine      the same by the whole engine (batch 1, 8, 64)                   150
 #   host        the host's work of a step                                       60
-#   apart       a step of 64 rows with epilogues launched by themselves         90
+#   apart       a step of 64 rows with each epilogue launched by itself         150
 #   tune        candidates of all tables raced: decode, products, attention, sampling and selection   4 x 110
 #
 #   PARTS       processes of `check` (default: 4)
@@ -59,7 +59,7 @@ for one in "$@"; do
     path) step path 120 $gpu.check --rows 100 ;;
     kernels) step kernels 150 $kernels.bench --json ;;
     decode) step decode 200 $gpu.bench --json --batch 64,128,256,8,1 ;;
-    apart) step apart 90 $gpu.bench --json --batch 64 --context 4096 --prefill 0 --parts 64 --apart ;;
+    apart) step apart 150 $gpu.bench --json --batch 64 --context 4096 --prefill 0 --parts 64 --apart :swiglu:rope:combine:gather:plan:all ;;
     drafts) step drafts 120 $gpu.bench_drafts --json ;;
     engine) step engine 150 $gpu.bench_drafts --engine --json --batch 1,8,64 --profile 0.8,0.7,0.6,0.5,0.4 ;;
     host) step host 60 $gpu.bench_host --json --batch 64,256 --context 4096,131072 ;;

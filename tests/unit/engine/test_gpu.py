@@ -1,5 +1,6 @@
 """The GPU path of V4.1, its kernels run by Triton's interpreter in a process of their own (see tests/unit/kernels)."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -13,10 +14,11 @@ from headrace.engine.batch import Segment
 from headrace.engine.config import ConfigError
 from headrace.engine.loader import LoadOptions, load_model
 from headrace.engine.make_checkpoint import make_checkpoint
-from headrace.engine.models.v41.gpu import bench_drafts
+from headrace.engine.models.v41.gpu import bench, bench_drafts
 from headrace.engine.models.v41.gpu.bench import SMALL, build, configure
 from headrace.engine.models.v41.gpu.bench_host import without_device
 from headrace.engine.models.v41.gpu.graph import Graph, fill, padded_rows
+from headrace.engine.models.v41.gpu.model import APART
 from headrace.engine.models.v41.gpu.rows import (
     FLOOR,
     FROM_END,
@@ -101,21 +103,41 @@ with torch.no_grad():
     x[-1] = float("nan")
     live = torch.arange(7) < 6
     empties = [mock.patch.object(torch, name, dirty(getattr(torch, name))) for name in ("empty", "empty_like")]
-    for model.fused in (True, False):
+    for model.apart in ({}, *({name} for name in passes.APART), set(passes.APART)):
         with empties[0], empties[1], mock.patch.object(passes, "plan_choices", planned):
             out = model._experts(model.layers[1].ffn, x, live)
             found.append(out if isinstance(out, torch.Tensor) else combine(out.y, out.row_of_choice, None, out.shared))
-assert [options["apart"] for options in plans] == [False, True]
+    model.apart, forms = set(), {}
+    for model.batch_invariant in (False, True):
+        for passes.SIZES in ((8,), (4,)):  # seven rows: of a decode graph, and more than it takes
+            forms[model.batch_invariant, passes.SIZES] = type(model._experts(model.layers[1].ffn, x, live)).__name__
+assert [options["apart"] for options in plans] == [False] * 5 + [True] * 2
 assert found[0][live].isfinite().all() and found[0][live].float().std() > 0
-assert torch.equal(found[0][live], found[1][live])
+assert all(torch.equal(found[0][live], out[live]) for out in found[1:])
+assert forms == {(False, (8,)): "Routed", (False, (4,)): "Tensor", (True, (8,)): "Tensor", (True, (4,)): "Tensor"}, forms
 """
 
 
 def test_experts_in_few_launches_are_those_of_each_step_apart():
+    """And with `batch_invariant` a row takes the same form in any batch."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", EXPERTS]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_step_is_measured_once_for_each_set_of_what_is_apart(monkeypatch, capsys):
+    """The device's work is left out: an interpreter has no time to measure."""
+    monkeypatch.setattr(bench, "balance", lambda *_: None)
+    monkeypatch.setattr(bench, "decode", lambda model, batch, *_: {"apart_in_it": sorted(model.apart)})
+    small = ["--device", "cpu", "--small", "--experts", "8", "--batch", "2,3", "--context", "256", "--prefill", "0", "--json"]
+    assert bench.main([*small, "--apart", ":swiglu,rope:all"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()][1:]
+    sets = [[], ["rope", "swiglu"], sorted(APART)]
+    assert [(row["batch"], row["apart"], row["apart_in_it"]) for row in rows] == [(b, s, s) for b in (2, 3) for s in sets]
+    assert bench.sets_apart("") == [frozenset()] and bench.sets_apart("all") == [frozenset(APART)]
+    with pytest.raises(argparse.ArgumentTypeError, match="nothing is called nope"):
+        bench.sets_apart("rope,nope:all")
 
 
 def test_what_the_host_says_of_rows():

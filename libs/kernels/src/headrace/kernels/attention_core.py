@@ -256,5 +256,6 @@ def rotate_back(start, live, cos_ptr, sin_ptr):
     at = start + column[None, :]
     x = tl.load(at, mask=live[:, None], other=0.0).to(tl.float32)
     partner = tl.load(start + (column ^ 1)[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    turned = tl.fma(x, cos[None, :], partner * signed[None, :])  # said, not left to the compiler: see `rope.rotated`
     tl.debug_barrier()  # all partners are read
-    tl.store(at, (x * cos[None, :] + partner * signed[None, :]).to(tl.bfloat16), mask=live[:, None])
+    tl.store(at, turned.to(tl.bfloat16), mask=live[:, None])

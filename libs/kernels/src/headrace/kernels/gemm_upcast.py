@@ -18,6 +18,7 @@ from headrace.kernels import quantize, tuning
 from headrace.kernels._triton import _INTERPRETED, cdiv, dot, tl, triton, workspace
 from headrace.kernels.attention_core import decode_e2m1, unpack_bf16
 from headrace.kernels.gemm_fp8 import _splits, _tile_rows, add_parts
+from headrace.kernels.rope import rotated
 from headrace.kernels.swiglu import TURN, gated
 
 FORMATS = {"bf16": 0, "fp8": 1, "mxfp4": 2, "fp8_words": 3, "mxfp4_words": 4}
@@ -351,7 +352,8 @@ def _turned(value, row, live, first, cos_ptr, sin_ptr, HEAD: tl.constexpr, HALF:
     at = row[None, :] * HALF + pair[:, None]
     cos = tl.load(cos_ptr + at, mask=turned, other=1.0)
     sin = tl.load(sin_ptr + at, mask=turned, other=0.0)
-    both = tl.join(tl.where(turned, even * cos - odd * sin, even), tl.where(turned, even * sin + odd * cos, odd))
+    new_even, new_odd = rotated(even, odd, cos, sin)
+    both = tl.join(tl.where(turned, new_even, even), tl.where(turned, new_odd, odd))
     return tl.reshape(tl.permute(both, (0, 2, 1)), [N, M]).to(tl.bfloat16)
 
 

@@ -12,7 +12,7 @@ from headrace.kernels._triton import tl, to_bf16, triton
 from headrace.kernels.kv_layouts import LAYOUT_IDS, PagedKV
 from headrace.kernels.quantize_kernels import encode_fp4, encode_fp8
 from headrace.kernels.rmsnorm import rmsnorm_reference
-from headrace.kernels.rope import rope_reference
+from headrace.kernels.rope import rope_reference, rotated
 
 
 def kv_store_reference(
@@ -99,7 +99,8 @@ def _kv_store_kernel(
         cos = tl.load(cos_ptr + row * 32 + pair, mask=turned, other=1.0)
         sin = tl.load(sin_ptr + row * 32 + pair, mask=turned, other=0.0)
         even, odd = tl.split(tl.reshape(x, [BLOCK // 2, 2]))
-        x = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [BLOCK])
+        even, odd = rotated(even, odd, cos, sin)
+        x = tl.reshape(tl.join(even, odd), [BLOCK])
         x = to_bf16(x).to(tl.float32)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     if slot < 0:

@@ -166,28 +166,34 @@ def _pass_kernel(
             else:
                 o = tl.load(o_ptr + (token * dim)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
             x0, x1, x2, x3 = y0.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32), y3.to(tl.float32)
-            y0 = to_bf16(b0 * o + (a00 * x0 + a10 * x1 + (a20 * x2 + a30 * x3)))
-            y1 = to_bf16(b1 * o + (a01 * x0 + a11 * x1 + (a21 * x2 + a31 * x3)))
-            y2 = to_bf16(b2 * o + (a02 * x0 + a12 * x1 + (a22 * x2 + a32 * x3)))
-            y3 = to_bf16(b3 * o + (a03 * x0 + a13 * x1 + (a23 * x2 + a33 * x3)))
+            y0 = to_bf16(tl.fma(b0, o, _weighed(a00, x0, a10, x1, a20, x2, a30, x3)))
+            y1 = to_bf16(tl.fma(b1, o, _weighed(a01, x0, a11, x1, a21, x2, a31, x3)))
+            y2 = to_bf16(tl.fma(b2, o, _weighed(a02, x0, a12, x1, a22, x2, a32, x3)))
+            y3 = to_bf16(tl.fma(b3, o, _weighed(a03, x0, a13, x1, a23, x2, a33, x3)))
             tl.store(out_ptr + at, y0, mask=mask)
             tl.store(out_ptr + at + dim, y1, mask=mask)
             tl.store(out_ptr + at + 2 * dim, y2, mask=mask)
             tl.store(out_ptr + at + 3 * dim, y3, mask=mask)
         x0, x1, x2, x3 = y0.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32), y3.to(tl.float32)
         if COLLAPSE:
-            u = p0 * x0 + p1 * x1 + p2 * x2 + p3 * x3
+            u = _weighed(p0, x0, p1, x1, p2, x2, p3, x3)
             tl.store(u_ptr + (token * dim)[:, None] + column[None, :], to_bf16(u), mask=mask)
         if MIX:
             acc = dot(f0, tl.trans(y0), acc)
             acc = dot(f1, tl.trans(y1), acc)
             acc = dot(f2, tl.trans(y2), acc)
             acc = dot(f3, tl.trans(y3), acc)
-            squares += x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3
+            squares += _weighed(x0, x0, x1, x1, x2, x2, x3, x3)
     if MIX:
         row = part_ptr + (split.to(tl.int64) * tokens + token)[None, :] * 64 + coefficient[:, None]
         total = tl.sum(squares, 1)
         tl.store(row, tl.where((coefficient == 48)[:, None], total[None, :], acc), mask=live[None, :])
+
+
+@triton.jit
+def _weighed(a0, x0, a1, x1, a2, x2, a3, x3):
+    """a0 x0 + .. + a3 x3, from behind. What is fused is said, so that every form of the pass rounds alike."""
+    return tl.fma(a0, x0, tl.fma(a1, x1, tl.fma(a2, x2, a3 * x3)))
 
 
 @triton.jit

@@ -44,6 +44,12 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = 
 
 
 @triton.jit
+def rotated(even, odd, cos, sin):
+    """The pair, turned. What is fused is said: of two products in a sum a compiler rounds one, and not the same everywhere."""
+    return tl.fma(even, cos, odd * -sin), tl.fma(even, sin, odd * cos)
+
+
+@triton.jit
 def _rope_kernel(
     x_ptr, cos_ptr, sin_ptr, heads, stride_t, stride_h, begin,
     HALF: tl.constexpr, INVERSE: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -58,7 +64,8 @@ def _rope_kernel(
     at = x_ptr + row * stride_t + head[:, None] * stride_h + begin + tl.arange(0, 2 * HALF)[None, :]
     live = (head < heads)[:, None]
     even, odd = tl.split(tl.reshape(tl.load(at, mask=live, other=0.0).to(tl.float32), [BLOCK_H, HALF, 2]))
-    turned = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [BLOCK_H, 2 * HALF])
+    even, odd = rotated(even, odd, cos, sin)
+    turned = tl.reshape(tl.join(even, odd), [BLOCK_H, 2 * HALF])
     tl.store(at, turned.to(tl.bfloat16), mask=live)
 
 
@@ -91,7 +98,8 @@ def _rope_fp4_kernel(x_ptr, cos_ptr, sin_ptr, heads, D: tl.constexpr, HALF: tl.c
     cos = tl.load(cos_ptr + row * HALF + pair, mask=turned, other=1.0)[None, :]
     sin = tl.load(sin_ptr + row * HALF + pair, mask=turned, other=0.0)[None, :]
     even, odd = tl.split(tl.reshape(x, [BLOCK_H, D // 2, 2]))
-    x = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [BLOCK_H * D // 32, 32])
+    even, odd = rotated(even, odd, cos, sin)
+    x = tl.reshape(tl.join(even, odd), [BLOCK_H * D // 32, 32])
     x = to_bf16(x).to(tl.float32)
     byte = ceil_ue8m0(tl.maximum(tl.max(tl.abs(x), 1), 7.052966104933725e-38) * (1 / 6))[:, None]  # at least 6 * 2^-126
     scaled = x * inverse_ue8m0(byte)

@@ -65,9 +65,8 @@ def route(
         size = next_power_of_2(experts)
         if groups > 1 and size != experts:
             raise ValueError(f"group limits need a power of two of experts, got {experts}")
-        config = tuning.route()
         tail = 0
-        if config["FORM"] and groups == 1 and size != experts and experts > 16:  # two tensors of fewer lanes than one
+        if groups == 1 and size != experts and experts > 16:  # two tensors of fewer lanes than one
             size //= 2
             tail = next_power_of_2(experts - size)
         _route_kernel[(tokens,)](
@@ -76,7 +75,7 @@ def route(
             0 if bias is None or bias.dim() == 1 else bias.stride(0),
             TOP_K=top_k, SIGMOID=score == "sigmoid", HAS_BIAS=bias is not None, HAS_LIVE=live is not None,
             GROUPS=groups, TOP_GROUPS=top_groups,
-            BLOCK=size, TAIL=tail, BLOCK_K=next_power_of_2(top_k), **config,
+            BLOCK=size, TAIL=tail, BLOCK_K=next_power_of_2(top_k), **tuning.route(),
         )  # fmt: skip
     return chosen, weights
 
@@ -86,11 +85,11 @@ def _route_kernel(
     logits_ptr, bias_ptr, live_ptr, chosen_ptr, weight_ptr, experts, scale, bias_stride,
     TOP_K: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIVE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, FORM: tl.constexpr,
+    BLOCK: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
-    choice = _choice(logits_ptr, bias_ptr, token, expert, experts, bias_stride, SIGMOID, HAS_BIAS, FORM)
+    choice = _choice(logits_ptr, bias_ptr, token, expert, experts, bias_stride, SIGMOID, HAS_BIAS)
     if GROUPS > 1:
         grouped = tl.reshape(choice, [GROUPS, BLOCK // GROUPS])
         best = tl.max(grouped, 1)
@@ -106,31 +105,25 @@ def _route_kernel(
         choice = tl.reshape(tl.where(kept[:, None] == 1, grouped, float("-inf")), [BLOCK])
     slot = tl.arange(0, BLOCK_K)
     chosen = tl.zeros([BLOCK_K], tl.int32)
-    if FORM == 0:
-        for k in tl.static_range(TOP_K):
-            winner = tl.min(tl.where(choice == tl.max(choice, 0), expert, experts - 1), 0)  # the lowest of equals
-            chosen = tl.where(slot == k, winner, chosen)
-            choice = tl.where(expert == winner, float("-inf"), choice)
-    else:
-        # As integers of the same order: a warp has an instruction for their maximum, floating point takes five exchanges.
-        key = tl.where(expert < experts, _ordered(choice), _TAKEN)
+    # As integers of the same order: a warp has an instruction for their maximum, floating point takes five exchanges.
+    key = tl.where(expert < experts, _ordered(choice), _TAKEN)
+    if TAIL:
+        other = BLOCK + tl.arange(0, TAIL)
+        rest = _choice(logits_ptr, bias_ptr, token, other, experts, bias_stride, SIGMOID, HAS_BIAS)
+        rest_key = tl.where(other < experts, _ordered(rest), _TAKEN)
+    for k in tl.static_range(TOP_K):
+        best = tl.max(key, 0)
         if TAIL:
-            other = BLOCK + tl.arange(0, TAIL)
-            rest = _choice(logits_ptr, bias_ptr, token, other, experts, bias_stride, SIGMOID, HAS_BIAS, FORM)
-            rest_key = tl.where(other < experts, _ordered(rest), _TAKEN)
-        for k in tl.static_range(TOP_K):
-            best = tl.max(key, 0)
-            if TAIL:
-                best = tl.maximum(best, tl.max(rest_key, 0))
-            winner = tl.min(tl.where(key == best, expert, experts - 1), 0)  # the lowest of equals
-            if TAIL:
-                winner = tl.minimum(winner, tl.min(tl.where(rest_key == best, other, experts - 1), 0))
-                rest_key = tl.where(other == winner, _TAKEN, rest_key)
-            chosen = tl.where(slot == k, winner, chosen)
-            key = tl.where(expert == winner, _TAKEN, key)
+            best = tl.maximum(best, tl.max(rest_key, 0))
+        winner = tl.min(tl.where(key == best, expert, experts - 1), 0)  # the lowest of equals
+        if TAIL:
+            winner = tl.minimum(winner, tl.min(tl.where(rest_key == best, other, experts - 1), 0))
+            rest_key = tl.where(other == winner, _TAKEN, rest_key)
+        chosen = tl.where(slot == k, winner, chosen)
+        key = tl.where(expert == winner, _TAKEN, key)
     there = slot < TOP_K
     x = tl.load(logits_ptr + token * experts + chosen, mask=there, other=0.0)
-    weight = tl.where(there, _expert_score(x, SIGMOID, 0), 0.0)
+    weight = tl.where(there, _expert_score(x, SIGMOID, False), 0.0)
     weight = weight / (tl.sum(weight, 0) + 1e-20) * scale
     if HAS_LIVE:
         chosen = tl.where(tl.load(live_ptr + token) != 0, chosen, -1)
@@ -140,12 +133,11 @@ def _route_kernel(
 
 @triton.jit
 def _choice(
-    logits_ptr, bias_ptr, token, expert, experts, bias_stride,
-    SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, FORM: tl.constexpr,
+    logits_ptr, bias_ptr, token, expert, experts, bias_stride, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr
 ):  # fmt: skip
     """The biased scores that choose; -inf behind the last expert."""
     x = tl.load(logits_ptr + token * experts + expert, mask=expert < experts, other=0.0)
-    choice = _expert_score(x, SIGMOID, FORM)
+    choice = _expert_score(x, SIGMOID, True)
     if HAS_BIAS:
         choice += tl.load(bias_ptr + token * bias_stride + expert, mask=expert < experts, other=0.0)
     return tl.where(expert < experts, choice, float("-inf"))
@@ -159,13 +151,13 @@ def _ordered(x):
 
 
 @triton.jit
-def _expert_score(x, SIGMOID: tl.constexpr, FORM: tl.constexpr):
-    """FORM 2: the exponential without denormals and the quotient by a reciprocal root, each in a third of the instructions."""
+def _expert_score(x, SIGMOID: tl.constexpr, FAST: tl.constexpr):
+    """FAST, to choose by: exponential without denormals, quotient by a reciprocal root, each in a third of the instructions."""
     if SIGMOID:
         return 1 / (1 + tl.exp(-x))
     # softplus(x) = max(x, 0) + log(1 + t), t = exp(-|x|), and log(1 + t) = 2 atanh(t / (2 + t)): a quotient of at most 1 / 3
     # needs few terms of the series, and the log of 1 + t would lose a small t
-    if FORM == 2:
+    if FAST:
         t = tl.exp2(tl.abs(x) * -1.4426950408889634)
         root = tl.rsqrt(2 + t)
         z = t * (root * root)

@@ -13,8 +13,6 @@ import dataclasses
 import torch
 
 from headrace.kernels import tuning
-from headrace.kernels._triton import next_power_of_2
-from headrace.kernels.sampling_kernels import accept_kernel, residual_kernel, sample_kernel
 from headrace.kernels.sampling_split import residual_split, sample_split
 
 PURPOSES = {"draw": 0, "accept": 1, "residual": 2, "draft": 3}
@@ -127,8 +125,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, ...]
     """logits fp32 [T, V] -> (token int32 [T], its raw logprob fp32 [T], threshold fp32 [T], lse fp32 [T], processed [T, V]).
 
     The distribution that was drawn from is exp(l / temperature - lse) where l >= threshold, l the processed logit, else 0.
-    One launch, one program a row, or two or three (see `sampling_split`), as `tuning.sample` has it. `processed` is `logits`
-    itself where no penalty or mask changes it.
+    Two launches, or three (see `sampling_split`). `processed` is `logits` itself where no penalty or mask changes it.
     """
     count, vocabulary = logits.shape
     logits = logits.contiguous()
@@ -136,21 +133,8 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, ...]
     processed = torch.empty_like(logits) if changed else logits
     token = torch.empty(count, dtype=torch.int32, device=logits.device)
     logprob, threshold, lse = (torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(3))
-    config = tuning.sample(vocabulary)
-    if count and config["FORM"]:
-        sample_split(logits, processed, rows, (token, logprob, threshold, lse), config)
-    elif count:
-        unused = logits
-        seen = rows.seen
-        width = 0 if seen is None else seen.shape[1]
-        sample_kernel[(count,)](
-            logits, processed, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.key,
-            rows.mask if rows.mask is not None else unused, seen if seen is not None else unused,
-            *(t if t is not None else unused for t in (rows.counts, rows.frequency, rows.presence, rows.repetition)),
-            token, logprob, threshold, lse, vocabulary, width, 0 if rows.mask is None else rows.mask.stride(0),
-            HAS_MASK=rows.mask is not None, HAS_SEEN=seen is not None, SEEN=max(16, next_power_of_2(width)),
-            BLOCK=min(8192, max(256, next_power_of_2(vocabulary))), num_warps=16 if vocabulary > 8192 else 4,
-        )  # fmt: skip
+    if count:
+        sample_split(logits, processed, rows, (token, logprob, threshold, lse), tuning.sample())
     return token, logprob, threshold, lse, processed
 
 
@@ -215,19 +199,6 @@ def verify_drafts(
     count, steps = drafts.shape
     accepted, following = (torch.empty(count, dtype=torch.int32, device=drafts.device) for _ in range(2))
     if count:
-        token, threshold, lse, logits = target
-        vocabulary = logits.shape[-1]
-        config = tuning.verify_drafts(vocabulary)
-        if config["FORM"]:
-            keys = accept_key, residual_key
-            residual_split(drafts, target, draft, temperature, keys, (accepted, following), config)
-            return accepted, following
-        accept_kernel[(count,)](
-            drafts, token, threshold, lse, logits, *draft, temperature, accept_key, accepted, following, vocabulary,
-            STEPS=steps, LANES=next_power_of_2(steps), num_warps=1,
-        )  # fmt: skip
-        residual_kernel[(count,)](
-            drafts, threshold, lse, logits, *draft, temperature, residual_key, accepted, following, vocabulary,
-            STEPS=steps, BLOCK=min(8192, max(256, next_power_of_2(vocabulary))), num_warps=8,
-        )  # fmt: skip
+        keys, config = (accept_key, residual_key), tuning.verify_drafts()
+        residual_split(drafts, target, draft, temperature, keys, (accepted, following), config)
     return accepted, following

@@ -1,4 +1,4 @@
-"""Sampling on the device, a row a program: what `sampling` launches, and what `sampling_split` shares with it."""
+"""Parts of `sampling_split`'s kernels: noise, penalties, walking a whole row in one program, acceptance of drafts."""
 
 from headrace.kernels._triton import tl, triton
 from headrace.kernels.topk import kth_key, sort_key
@@ -46,67 +46,6 @@ def exp_of(x):
 
 
 @triton.jit
-def sample_kernel(
-    logits_ptr, processed_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, key_ptr, mask_ptr, seen_ptr, count_ptr,
-    frequency_ptr, presence_ptr, repetition_ptr, token_ptr, logprob_ptr, threshold_ptr, lse_ptr, vocabulary, width, mask_stride,
-    HAS_MASK: tl.constexpr, HAS_SEEN: tl.constexpr, SEEN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    raw = logits_ptr + row * vocabulary
-    logits = processed_ptr + row * vocabulary
-    temperature = tl.load(temperature_ptr + row)
-
-    # Raw log-sum-exp for logprobs, and the processed copy where anything changes.
-    # Running values are kept per lane and reduced once: a reduction in every turn would cost more than the turn.
-    lane_top = tl.full([BLOCK], float("-inf"), tl.float32)
-    lane_sum = tl.zeros([BLOCK], tl.float32)
-    for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
-        at = begin + tl.arange(0, BLOCK)
-        x = tl.load(raw + at, mask=at < vocabulary, other=float("-inf"))
-        new_top = tl.maximum(tl.maximum(lane_top, x), -3.0e38)
-        lane_sum = lane_sum * tl.exp(lane_top - new_top) + tl.exp(x - new_top)
-        lane_top = new_top
-        if HAS_SEEN or HAS_MASK:
-            if HAS_MASK:
-                word = tl.load(mask_ptr + row * mask_stride + at // 32, mask=at < vocabulary, other=0)
-                x = tl.where(((word >> (at % 32)) & 1) == 1, x, float("-inf"))
-            tl.store(logits + at, x, mask=at < vocabulary)
-    raw_top = tl.max(lane_top, 0)
-    raw_sum = tl.sum(lane_sum * tl.exp(lane_top - raw_top), 0)
-    if HAS_SEEN:
-        tl.debug_barrier()
-        slot = tl.arange(0, SEEN)
-        seen = tl.load(seen_ptr + row * width + slot, mask=slot < width, other=-1)
-        count = tl.load(count_ptr + row * width + slot, mask=slot < width, other=0).to(tl.float32)
-        value = tl.load(logits + seen, mask=seen >= 0, other=0.0)
-        value = penalised(value, count, frequency_ptr + row, presence_ptr + row, repetition_ptr + row)
-        tl.store(logits + seen, value, mask=seen >= 0)
-    if HAS_SEEN or HAS_MASK:
-        tl.debug_barrier()
-
-    top = raw_top
-    if HAS_SEEN or HAS_MASK:
-        lane_top = tl.full([BLOCK], float("-inf"), tl.float32)
-        for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
-            at = begin + tl.arange(0, BLOCK)
-            lane_top = tl.maximum(lane_top, tl.load(logits + at, mask=at < vocabulary, other=float("-inf")))
-        top = tl.max(lane_top, 0)
-    greedy = temperature == 0
-    inverse = 1 / tl.where(greedy, 1.0, temperature)
-    limit = sort_key(top)
-    if not greedy:
-        limit = limit_of_row(
-            logits, vocabulary, top, inverse, temperature, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row),
-            tl.load(min_p_ptr + row), BLOCK, 1,
-        )  # fmt: skip
-    total, lowest, winner = draw_of_row(logits, vocabulary, limit, top, inverse, greedy, tl.load(key_ptr + row), BLOCK)
-    tl.store(token_ptr + row, winner)
-    tl.store(logprob_ptr + row, tl.load(raw + winner) - raw_top - tl.log(raw_sum))
-    tl.store(threshold_ptr + row, lowest)
-    tl.store(lse_ptr + row, tl.where(greedy, top, top * inverse + tl.log(total)))
-
-
-@triton.jit
 def penalised(value, count, frequency_ptr, presence_ptr, repetition_ptr):
     repetition = tl.load(repetition_ptr)
     value = tl.where(value > 0, value / repetition, value * repetition)
@@ -114,29 +53,15 @@ def penalised(value, count, frequency_ptr, presence_ptr, repetition_ptr):
 
 
 @triton.jit
-def limit_of_row(
-    logits, vocabulary, top, inverse, temperature, top_k, top_p, min_p, BLOCK: tl.constexpr, BITS: tl.constexpr
-):  # fmt: skip
-    """The sort key that a token of a row at temperature > 0 must reach to be kept; top-p by 1 or 2 BITS of it a pass."""
+def limit_of_row(logits, vocabulary, top, inverse, temperature, top_k, top_p, min_p, BLOCK: tl.constexpr):
+    """The sort key that a token of a row at temperature > 0 must reach to be kept."""
     limit = tl.full([], LOWEST, tl.uint32)
     if top_k > 0 and top_k < vocabulary:
         kth, _ = kth_key(logits, vocabulary, top_k, BLOCK)
         limit = tl.maximum(limit, kth)
     if top_p < 1:
         target = top_p * _mass(logits, limit, top, inverse, vocabulary, BLOCK)
-        if BITS == 2:
-            found = _mass_limit_of_row(logits, limit, target, top, inverse, vocabulary, BLOCK)
-        else:
-            found = tl.zeros([], tl.uint32)
-            bit = tl.full([], 0x80000000, tl.uint32)
-            for _ in range(32):
-                trial = found | bit
-                bit = bit >> 1
-                if trial > limit:
-                    if _mass(logits, trial, top, inverse, vocabulary, BLOCK) >= target:
-                        found = trial
-                else:
-                    found = trial
+        found = _mass_limit_of_row(logits, limit, target, top, inverse, vocabulary, BLOCK)
         limit = tl.maximum(limit, found)
     if min_p > 0:
         limit = tl.maximum(limit, sort_key(top + tl.log(min_p) * temperature))
@@ -144,8 +69,8 @@ def limit_of_row(
 
 
 @triton.jit
-def draw_of_row(logits, vocabulary, limit, top, inverse, greedy, key, BLOCK: tl.constexpr):
-    """Draw among the kept tokens, the first of equals: (sum of exp((l - top) / temperature), lowest kept logit, token)."""
+def draw_of_row(logits, vocabulary, limit, top, inverse, key, BLOCK: tl.constexpr):
+    """A draw among kept tokens, temperature > 0: (sum of exp((l - top) / temperature), lowest kept logit, first best token)."""
     lane_best = tl.full([BLOCK], float("-inf"), tl.float32)
     lane_winner = tl.zeros([BLOCK], tl.int32)
     lane_sum = tl.zeros([BLOCK], tl.float32)
@@ -157,10 +82,8 @@ def draw_of_row(logits, vocabulary, limit, top, inverse, greedy, key, BLOCK: tl.
         share = tl.where(kept, tl.exp((x - top) * inverse), 0.0)
         lane_sum += share
         lane_low = tl.minimum(lane_low, tl.where(kept, x, float("inf")))
-        score = x
-        if not greedy:
-            # Largest log(p) + Gumbel is largest p / exponential: the same draw for one logarithm less.
-            score = share / -tl.log(uniform(key, at.to(tl.int64)))
+        # Largest log(p) + Gumbel is largest p / exponential: the same draw for one logarithm less.
+        score = share / -tl.log(uniform(key, at.to(tl.int64)))
         better = kept & (score > lane_best)
         lane_best = tl.where(better, score, lane_best)
         lane_winner = tl.where(better, at, lane_winner)
@@ -205,20 +128,6 @@ def _mass(logits, limit, top, inverse, vocabulary, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def accept_kernel(
-    draft_ptr, token_ptr, threshold_ptr, lse_ptr, logits_ptr, q_threshold_ptr, q_lse_ptr, q_logits_ptr, temperature_ptr,
-    key_ptr, accepted_ptr, following_ptr, vocabulary, STEPS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64)
-    accepted, _ = accept(
-        draft_ptr, token_ptr, threshold_ptr, lse_ptr, logits_ptr, q_threshold_ptr, q_lse_ptr, q_logits_ptr, temperature_ptr,
-        key_ptr, b, vocabulary, STEPS, LANES,
-    )  # fmt: skip
-    tl.store(accepted_ptr + b, accepted)
-    tl.store(following_ptr + b, tl.load(token_ptr + b * (STEPS + 1) + accepted))
-
-
-@triton.jit
 def accept(
     draft_ptr, token_ptr, threshold_ptr, lse_ptr, logits_ptr, q_threshold_ptr, q_lse_ptr, q_logits_ptr, temperature_ptr,
     key_ptr, b, vocabulary, STEPS: tl.constexpr, LANES: tl.constexpr,
@@ -244,41 +153,3 @@ def accept(
     accepted = tl.min(tl.where(ok, STEPS, i), 0)
     rejected = tl.max(tl.where(live & (i == accepted), d, -1), 0)
     return tl.minimum(accepted, STEPS), (rejected >= 0) & (temperature != 0)
-
-
-@triton.jit
-def residual_kernel(
-    draft_ptr, threshold_ptr, lse_ptr, logits_ptr, q_threshold_ptr, q_lse_ptr, q_logits_ptr, temperature_ptr, key_ptr,
-    accepted_ptr, following_ptr, vocabulary, STEPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64)
-    i = tl.load(accepted_ptr + b)
-    temperature = tl.load(temperature_ptr + b)
-    if i >= STEPS:
-        return
-    if temperature == 0:
-        return
-    if tl.load(draft_ptr + b * STEPS + i) < 0:
-        return
-    inverse = 1 / temperature
-    t = b * (STEPS + 1) + i
-    q_at = b * STEPS + i
-    threshold, lse = tl.load(threshold_ptr + t), tl.load(lse_ptr + t)
-    q_threshold, q_lse = tl.load(q_threshold_ptr + q_at), tl.load(q_lse_ptr + q_at)
-    key = tl.load(key_ptr + q_at)
-    best = tl.full([], float("-inf"), tl.float32)
-    winner = tl.zeros([], tl.int32) - 1
-    for begin in tl.range(0, vocabulary, BLOCK, num_stages=3):
-        at = begin + tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + t * vocabulary + at, mask=at < vocabulary, other=float("-inf"))
-        y = tl.load(q_logits_ptr + q_at * vocabulary + at, mask=at < vocabulary, other=float("-inf"))
-        p = tl.where(x >= threshold, tl.exp(x * inverse - lse), 0.0)
-        q = tl.where(y >= q_threshold, tl.exp(y * inverse - q_lse), 0.0)
-        rest = tl.where(at < vocabulary, p - q, 0.0)
-        score = tl.where(rest > 0, rest / -tl.log(uniform(key, at.to(tl.int64))), float("-inf"))
-        here = tl.max(score, 0)
-        if here > best:
-            best = here
-            winner = begin + tl.argmax(score, 0)
-    if winner >= 0:
-        tl.store(following_ptr + b, winner)

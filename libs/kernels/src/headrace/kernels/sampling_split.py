@@ -69,7 +69,7 @@ def sample_split(logits: torch.Tensor, processed: torch.Tensor, rows, outputs: t
     _join_kernel[(count,)](
         logits, processed, *settings, rows.key, stats, held, listed, *outputs, vocabulary, parts, FILTERS=filters, PARTS=padded,
         DENSE=config["DENSE"], BITS=config["BITS"], BLOCK=min(256 * warps, max(256, next_power_of_2(vocabulary))),
-        num_warps=warps if filters else 1,
+        num_warps=warps if filters or padded > 32 else 1,  # up to 32 parts are summed in one order by any number of warps
     )  # fmt: skip
 
 
@@ -253,8 +253,8 @@ def _join_kernel(
                     temperature, inverse, top_k, top_p, min_p, vocabulary, PARTS, DENSE, BITS,
                 )  # fmt: skip
             if not found:
-                limit = limit_of_row(logits, vocabulary, top, inverse, temperature, top_k, top_p, min_p, BLOCK, 2)
-                total, lowest, token = draw_of_row(logits, vocabulary, limit, top, inverse, greedy, key, BLOCK)
+                limit = limit_of_row(logits, vocabulary, top, inverse, temperature, top_k, top_p, min_p, BLOCK)
+                total, lowest, token = draw_of_row(logits, vocabulary, limit, top, inverse, key, BLOCK)
     tl.store(token_ptr + row, token)
     tl.store(logprob_ptr + row, tl.load(raw + token) - raw_top - tl.log(raw_sum))
     tl.store(threshold_ptr + row, lowest)

@@ -30,14 +30,12 @@ def topk_reference(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = 
 
 
 def topk(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
-    """As `topk_reference`; columns contiguous. One or two launches; more where a row's parts leave too many for one program."""
+    """As `topk_reference`; columns contiguous. One or two launches."""
     rows, n = scores.shape
     out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     if not rows:
         return out
     config = tuning.topk(rows, n, k)
-    if config["FORM"] == 2 and k <= 2 * config["STRIPS"] * config["LANES"]:
-        return _topk_held(scores, k, lengths, out, config)
     if config["FORM"] == 1:
         return _topk_by_bound(scores, k, lengths, out, config)
     if n > PART * 32 or k > PART // 2:
@@ -132,78 +130,6 @@ def _bound_kernel(
     _nothing_behind(out_ptr, taken, k)
 
 
-def _topk_held(scores: torch.Tensor, k: int, lengths: torch.Tensor | None, out: torch.Tensor, config: dict[str, int]):
-    """Parts whose scores are read once; their winners compete in the same way until one part is left."""
-    rows, width = scores.shape
-    strip = 4 * config["LANES"]
-    groups = min(1024, strip) if 2 * k <= min(1024, strip) else strip
-    room = max(256, next_power_of_2(2 * k)) if 2 * k <= groups else 1  # 1: the k-th is searched among all of a part
-    candidates = None
-    while True:
-        strips = min(config["STRIPS"], next_power_of_2(cdiv(width, strip)))
-        parts = max(1, cdiv(width, strips * strip))
-        chosen = out if parts == 1 else torch.empty(rows, parts * k, dtype=torch.int32, device=scores.device)
-        listed = torch.empty(rows, parts, 2, room, dtype=torch.int32, device=scores.device)
-        _held_kernel[(rows, parts)](
-            scores, lengths if lengths is not None and candidates is None else out, out if candidates is None else candidates,
-            chosen, listed, width, scores.stride(0), k, HAS_LENGTHS=lengths is not None and candidates is None,
-            CANDIDATES=candidates is not None, STRIPS=strips, FIELDS=min(4, strips), LANES=config["LANES"],
-            GROUPS=groups, ROOM=room, BITS=2 if max(groups, room) <= 1024 else 1, num_warps=config["num_warps"],
-        )  # fmt: skip
-        if parts == 1:
-            return out
-        candidates, width = chosen, parts * k
-
-
-@triton.jit
-def _held_kernel(
-    score_ptr, length_ptr, candidate_ptr, out_ptr, room_ptr, n, stride, k,
-    HAS_LENGTHS: tl.constexpr, CANDIDATES: tl.constexpr, STRIPS: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr,
-    GROUPS: tl.constexpr, ROOM: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """As `_bound_kernel`, with a part's scores in registers, a thread's in STRIPS fours: groups are of one thread."""
-    row = tl.program_id(0).to(tl.int64)
-    index = tl.program_id(1)
-    parts = tl.num_programs(1)
-    score_ptr += row * stride
-    out_ptr += (row * parts + index) * k
-    room_ptr += (row * parts + index) * 2 * ROOM
-    candidate_ptr += row * n
-    if HAS_LENGTHS:
-        n = tl.minimum(tl.load(length_ptr + row), n)
-    begin = index * STRIPS * LANES * 4
-    end = tl.minimum(n, begin + STRIPS * LANES * 4)
-    inside = tl.arange(0, STRIPS)[:, None, None] * (LANES * 4) + tl.arange(0, LANES)[None, :, None] * 4
-    score, at = _scores(score_ptr, candidate_ptr, begin + inside + tl.arange(0, 4)[None, None, :], end, CANDIDATES)
-    key = tl.where(score > float("-inf"), sort_key(score), 0)  # 0: not to be taken
-    taken = tl.zeros([], tl.int32)
-    if ROOM == 1:
-        limit = _kth_by_sums(tl.reshape(key, [STRIPS * LANES * 4]), k, 0, 1, 1)
-        greater, taken = _order(((key > limit) & (key > 0)).to(tl.int32), STRIPS, FIELDS, LANES)
-        equal, equals = _order(((key == limit) & (key > 0)).to(tl.int32), STRIPS, FIELDS, LANES)
-        need = tl.minimum(k - taken, equals)
-        chosen = (key > 0) & ((key > limit) | ((key == limit) & (equal < need)))
-        tl.store(out_ptr + greater + tl.minimum(equal, need), at, mask=chosen)
-        taken += need
-    else:
-        best_of = tl.max(tl.reshape(tl.max(key, 0), [GROUPS, LANES * 4 // GROUPS]), 1)
-        low = _kth_by_sums(best_of, k, 16, BITS, GROUPS + 1)
-        kept = key >= tl.maximum(low, 0x00800000)  # no score: -inf lies below
-        place, count = _order(kept.to(tl.int32), STRIPS, FIELDS, LANES)
-        if count <= ROOM:
-            tl.store(room_ptr + place, key.to(tl.int32, bitcast=True), mask=kept)
-            tl.store(room_ptr + ROOM + place, at, mask=kept)
-            tl.debug_barrier()
-            slot = tl.arange(0, ROOM)
-            few = tl.load(room_ptr + slot, mask=slot < count, other=0).to(tl.uint32, bitcast=True)
-            where = tl.load(room_ptr + ROOM + slot, mask=slot < count, other=0)
-            limit = _kth_by_sums(few, k, 0, BITS, ROOM + 1)
-            taken = _keep_best(few, where, limit, k, out_ptr)
-        else:
-            taken = _walk(score_ptr, candidate_ptr, out_ptr, begin, end, k, CANDIDATES, 1024)
-    _nothing_behind(out_ptr, taken, k)
-
-
 @triton.jit
 def _keep_best(key, at, limit, k, out_ptr):
     """Of keys in the order of their places `at`, store the places of the k best and return how many these are. `limit` is the
@@ -221,46 +147,6 @@ def _nothing_behind(out_ptr, taken, k):
     for first in range(0, k, 256):
         behind = first + tl.arange(0, 256)
         tl.store(out_ptr + behind, tl.full([256], -1, tl.int32), mask=(behind >= taken) & (behind < k))
-
-
-@triton.jit
-def _kth_by_sums(key, k, LOW: tl.constexpr, BITS: tl.constexpr, BASE: tl.constexpr):
-    """As `kth_of`, BITS 1 or 2 a turn and one sum a turn, for which a warp has an instruction.
-
-    Two bits take three counts, which are digits of one number to the base of one more than there are keys, at most 1,024.
-    """
-    limit = tl.zeros([], tl.uint32)
-    bit = tl.full([], 1 << (32 - BITS), tl.uint32)
-    for _ in tl.static_range((32 - LOW) // BITS):
-        first = limit | bit
-        count = (key >= first).to(tl.int32)
-        if BITS == 1:
-            limit = tl.where(tl.sum(count, 0) >= k, first, limit)
-        else:
-            second = limit | (bit << 1).to(tl.uint32)
-            third = second | bit
-            count += tl.where(key >= second, BASE, 0) + tl.where(key >= third, BASE * BASE, 0)
-            counts = tl.sum(count, 0)
-            limit = tl.where(counts % BASE >= k, first, limit)
-            limit = tl.where(counts // BASE % BASE >= k, second, limit)
-            limit = tl.where(counts // (BASE * BASE) >= k, third, limit)
-        bit = (bit >> BITS).to(tl.uint32)
-    return limit
-
-
-@triton.jit
-def _order(kept, STRIPS: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr):
-    """kept int32 0 or 1 [STRIPS, LANES, 4] -> (how many are before each in memory order, how many there are).
-
-    One scan over the threads counts four strips, in fields of 16 bits.
-    """
-    four = tl.sum(kept, 2)
-    field = tl.arange(0, FIELDS)[None, :, None] * 16
-    packed = tl.sum(tl.reshape(four, [STRIPS // FIELDS, FIELDS, LANES]).to(tl.int64) << field, 1)
-    before = ((tl.cumsum(packed, 1) - packed)[:, None, :] >> field) & 0xFFFF
-    whole = tl.sum(four, 1)
-    before = tl.reshape(before.to(tl.int32), [STRIPS, LANES]) + (tl.cumsum(whole, 0) - whole)[:, None]
-    return before[:, :, None] + tl.cumsum(kept, 2) - kept, tl.sum(whole, 0)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 For each timed case it times every candidate of its operation's grid beside what `tuning` has now, compares outputs, and
 prints a table, best first; then it runs the check cases of those operations under every candidate. What is worth keeping
 goes by hand into `tuning`, whose tables are what runs. FP8 products: `tune_gemm`; latent attention: `tune_attention`.
---processes compiles first, so many at a time. Needs a GPU. What has not run on a card yet, in a minute on 16 cores:
+--processes compiles first, so many at a time. Needs a GPU. For example, in a minute on 16 cores:
 
     python -m headrace.kernels.tune --only "sample:|verify_drafts|topk|route" --processes 16 --seconds 55 --json
 """
@@ -40,17 +40,13 @@ SIMPLE = {  # operation: (function in `tuning`, candidates)
         + grid(FORM=(1,), BLOCK_N=(128,), TILES=(4, 16), STAGES=(1, 3), num_warps=(4,))
         + grid(FORM=(1,), BLOCK_N=(256,), TILES=(4,), STAGES=(1,), num_warps=(8,)),
     ),
-    "topk": (
-        "topk",
-        [{"FORM": 0}, *grid(FORM=(1,), BITS=(4, 2), num_warps=(8,))]
-        + [tuning.held(8, 8), tuning.held(16, 8), tuning.held(16, 4)],
-    ),
+    "topk": ("topk", [{"FORM": 0}, *grid(FORM=(1,), BITS=(4, 2), num_warps=(8,))]),
     "sample": (
         "sample",
-        [{"FORM": 0}, tuning.sample_parts(4096), tuning.sample_parts(4096, num_warps=4), tuning.sample_parts(8192)]
-        + [tuning.sample_parts(8192, JOIN_WARPS=8)],
+        [tuning.sample_parts(4096), tuning.sample_parts(4096, num_warps=8), tuning.sample_parts(8192, num_warps=16)]
+        + [tuning.sample_parts(2048), tuning.sample_parts(4096, JOIN_WARPS=8)],
     ),
-    "verify_drafts": ("verify_drafts", [{"FORM": 0}, *grid(FORM=(1,), PART=(4096, 8192), num_warps=(8,))]),
+    "verify_drafts": ("verify_drafts", grid(PART=(4096, 2048, 8192), num_warps=(8, 4))),
     "quantise": (
         "quantise",
         grid(FORM=(0,), ELEMENTS=(4096,), num_warps=(4,))
@@ -60,7 +56,7 @@ SIMPLE = {  # operation: (function in `tuning`, candidates)
     "rope": ("rope", grid(BLOCK_H=(64,), num_warps=(4, 8)) + grid(BLOCK_H=(16, 32), num_warps=(2, 4))),
     "engram_gather": ("engram_gather", grid(BLOCK=(8, 16, 32), num_warps=(4, 8))),
     "engram_gate": ("engram_gate", grid(num_warps=(4, 8, 16))),
-    "route": ("route", [{"FORM": 0, "num_warps": 1}, *grid(FORM=(1, 2), num_warps=(1,)), {"FORM": 2, "num_warps": 2}]),
+    "route": ("route", grid(num_warps=(1, 2))),
     "permute+combine": ("plan_rows", grid(BLOCK=(1024, 4096, 8192), num_warps=(4, 8))),
 }
 

@@ -10,7 +10,8 @@ device's copy rate (measured in the same run, or --tbs) is the roofline. Reporte
 as a caller sees it who waits for each, in a row of steps that the host prepares while the device is busy, and on the device
 alone; the fraction of the roofline; how much longer than the device alone the row of steps takes; the bytes per component.
 With --parts also the device's time when nothing runs beside anything else (`one_stream_ms`), and of that the time per
-component. A row that fails says so and the others go on. Nothing is loaded from a checkpoint, and no text comes out.
+component. With --apart, a step's rows come once for each set of what is launched by itself there, one after another. A row
+that fails says so and the others go on. Nothing is loaded from a checkpoint, and no text comes out.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -43,7 +45,7 @@ from . import model as passes
 from . import weights
 from .draft import Draft
 from .graph import staged
-from .model import V41Gpu
+from .model import APART, V41Gpu
 from .parts import by_kernel, by_part
 from .weights import Weight, Weights
 
@@ -512,8 +514,6 @@ def arguments_for(program: str, text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--plain", action="store_true", help="weights as they are stored, not packed as the loader does")
     parser.add_argument("--eager", action="store_true", help="without captured graphs: to find out what fails")
     parser.add_argument("--one-stream", action="store_true", help="nothing runs beside a captured pass, as above")
-    apart = "SwiGLU, RoPE of queries, the experts' rows, their plan's second half and combining as launches of their own"
-    parser.add_argument("--apart", action="store_true", help=apart)
     parser.add_argument("--small", action="store_true", help="the smallest dimensions: only to try the command")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     return parser
@@ -549,6 +549,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=4096, help="rows of a prefill step (default: 4096)")
     parser.add_argument("--tbs", type=float, default=0.0, help="TB/s of the roofline (default: a copy, measured)")
     parser.add_argument("--parts", type=numbers, default=[64, 256], help="batches whose device time is split up; 0: none")
+    parser.add_argument("--apart", type=sets_apart, nargs="?", const="all", default="", metavar="NAME,..:NAME,..", help=(
+        f"sets of what is launched by itself: {', '.join(APART)} (see `model.APART`), all (without a value) or none (empty)"
+    ))  # fmt: skip
     parser.add_argument("--tuned", default="", help="take launch shapes of linears from this file of tune_decode --json")
     options = parser.parse_args(arguments)
     device, rows = device_of(parser, options), Rows(options.json, options.budget)
@@ -558,7 +561,7 @@ def main(arguments: list[str] | None = None) -> int:
     rate = options.tbs * 1e12 or (copy_rate(device) if device.type == "cuda" else 1e10)
     rates = matrix_rates(device) if device.type == "cuda" else {}
     model = build(config, device, not options.eager, not options.plain)
-    model.overlap, model.fused = not options.one_stream, not options.apart
+    model.overlap = not options.one_stream
     began = time.perf_counter()
     balance(model, 256 if device.type == "cuda" else 16, 24 if device.type == "cuda" else 4)
     forget(model)
@@ -566,12 +569,12 @@ def main(arguments: list[str] | None = None) -> int:
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     measured = {"tb_per_s": rate / 1e12, **{f"{name}_tflops": value / 1e12 for name, value in rates.items()}}
     shape = {"layers": options.layers, "experts": options.experts, "packed": not options.plain, "overlap": model.overlap}
-    rows.say({"card": card, "torch": torch.__version__} | shape | {"fused": model.fused} | measured)
+    rows.say({"card": card, "torch": torch.__version__} | shape | measured)
     for context in options.context:
-        for batch in options.batch:
+        for batch, model.apart in itertools.product(options.batch, options.apart):
             parts = batch in options.parts
             rows.add(
-                {"batch": batch, "context": context},
+                {"batch": batch, "context": context} | ({"apart": sorted(model.apart)} if any(options.apart) else {}),
                 lambda b=batch, c=context, p=parts: decode(model, b, c, rate, options.times, p),
             )
             forget(model)
@@ -580,6 +583,14 @@ def main(arguments: list[str] | None = None) -> int:
                 rows.add({"prefill": tokens}, lambda n=tokens: prefill(model, n, options.chunk, rates))
                 forget(model)
     return int(rows.failed > 0)
+
+
+def sets_apart(text: str) -> list[frozenset[str]]:
+    """Sets of names of `APART`, names by comma and sets by colon; `all`: every name."""
+    sets = [frozenset(APART if part == "all" else filter(None, part.split(","))) for part in text.split(":")]
+    if unknown := sorted(frozenset().union(*sets) - set(APART)):
+        raise argparse.ArgumentTypeError(f"nothing is called {', '.join(unknown)}; known are {', '.join(APART)} and all")
+    return sets
 
 
 def numbers(text: str) -> list[int]:

@@ -49,6 +49,9 @@ from .weights import Attention, Experts, Layer, Mix, Weight
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)  # rows that a decode graph may have; above, the next multiple of 256
 FEW = 4096  # rows for which a constant is kept
+# What can be launched by itself, for `bench --apart`: SwiGLU, RoPE of queries, combining experts' rows before mHC's pass,
+# copying rows to where experts multiply them, the second half of their plan. The result is the same.
+APART = ("swiglu", "rope", "combine", "gather", "plan")
 LONGEST = 8  # rows of a piece that go through the ring; a longer piece gets a line of its own
 
 
@@ -124,7 +127,7 @@ class V41Gpu:
         self.frequencies = torch.stack([rope_frequencies(c, kind) for kind in (False, True)]).to(device, torch.float32)
         self.first_stream = torch.eye(1, c.hc_mult, device=device).repeat(FEW, 1)  # coefficients that take the first
         self.captured: dict[tuple, Graph] = {}
-        self.fused = True  # what could be a launch of its own is part of another, see `bench --apart`; the result is the same
+        self.apart: frozenset[str] = frozenset()  # of APART; the others are part of another launch
         self.overlap = True  # whether captured passes use the streams below
         self.mixing, self.aside = Beside(device, 1), Beside(device, 2)
 
@@ -462,7 +465,7 @@ class V41Gpu:
     def _query(self, attn: Attention, qr: torch.Tensor, phases: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Queries [T, H, D], rotated."""
         c = self.config
-        if self.fused:
+        if "rope" not in self.apart:
             q = attn.wq(qr, invariant=self.batch_invariant, rope=(*phases, c.head_dim))
             return q.view(-1, c.num_attention_heads, c.head_dim)
         return rope(attn.wq(qr, invariant=self.batch_invariant).view(-1, c.num_attention_heads, c.head_dim), *phases)
@@ -554,16 +557,18 @@ class V41Gpu:
         bias = ffn.bias if inside is None else torch.where(inside.unsqueeze(1), ffn.bias_vl, ffn.bias)
         experts, weights = route(logits, bias, ffn.top_k, scale=c.routed_scaling_factor, live=live)
         tile = ALIGNMENT if invariant else _tile(cdiv(2 * experts.numel(), ffn.count))
-        plan = plan_choices(experts, weights, ffn.count, tile, apart=not self.fused)
+        plan = plan_choices(experts, weights, ffn.count, tile, apart="plan" in self.apart)
         row_of_choice, group_of_row, weight_of_row, token_of_row = plan
         layout = {"group_of_row": group_of_row, "expected_rows": tile, "alignment": tile}
-        if self.fused:
+        if "gather" not in self.apart:
             hidden = self._gated(ffn.w_in, x, weight_of_row, source_of_row=token_of_row, **layout)
         else:
             hidden = self._gated(ffn.w_in, permute(x, row_of_choice, group_of_row.shape[0]), weight_of_row, **layout)
         routed = ffn.w_out(hidden, invariant=invariant, **layout)
         self.aside.join()
-        if self.fused and len(x) <= SIZES[-1]:  # rows of a decode graph: the pass that follows is short of work
+        # Rows of a decode graph: the pass that follows is short of work. Not where bits must not depend on how many rows there
+        # are: then nor does the form.
+        if "combine" not in self.apart and not invariant and len(x) <= SIZES[-1]:
             return Routed(routed, row_of_choice, shared)
         return combine(routed, row_of_choice, None, shared)
 
@@ -574,7 +579,7 @@ class V41Gpu:
     def _gated(self, weight: Weight, x: torch.Tensor, row_weight: torch.Tensor | None = None, **layout: Any) -> torch.Tensor:
         """An expert's first product and SwiGLU: [rows, k] -> [rows, inner]. `layout`: of grouped rows."""
         limit, invariant = self.config.swiglu_limit, self.batch_invariant
-        if self.fused:
+        if "swiglu" not in self.apart:
             return weight(x, invariant=invariant, swiglu=(limit, row_weight), **layout)
         wide = weight(x, invariant=invariant, **layout)
         return swiglu(wide, limit, row_weight, group_of_row=layout.get("group_of_row"), interleaved=True)
