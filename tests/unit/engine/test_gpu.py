@@ -215,7 +215,8 @@ def test_what_was_not_sent_is_sent_with_the_next():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.float32])
 def test_host_tensors_are_copied_bit_for_bit(dtype):
     values = torch.randn(7, 5).mul(9).to(dtype)
-    for case in (values, values.T, values[:0], values[2, 3]):
+    alone = values[:1, :1].as_strided((1, 1), (5, 0))  # one value, of which a stride says nothing
+    for case in (values, values.T, values[:0], values[2, 3], alone):
         assert torch.equal(fill(torch.empty(case.shape, dtype=dtype), case), case)
 
 

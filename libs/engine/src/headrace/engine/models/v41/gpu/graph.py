@@ -59,7 +59,9 @@ def fill(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(values: torch.Tensor) -> np.ndarray:
-    return values.detach().reshape(-1).view(torch.uint8).numpy()
+    """A contiguous host tensor's memory, flat."""
+    flat = values.detach().reshape(-1)  # of one value: its stride may be anything, a contiguous tensor's too
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()
 
 
 @dataclass(slots=True)
