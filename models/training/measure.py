@@ -1,7 +1,8 @@
 """`measure`: what can be said about a checkpoint without a server, written beside its weights as `measured.json`.
 
 losses       nats a token on held-out slots, by kind
-export       KL of the stored weights' predictions from those of the unrounded ones (needs --run)
+export       KL of the stored weights' predictions from those of the unrounded ones (needs --run): on held-out samples drawn in the
+             shares of the anneal stage, and by kind; and what the unrounded ones' losses are
 classes      `bounded` against `exact`: logit error, and the share of greedy answers that differ
 draft        how many drafts greedy decoding accepts, per kind; the confidence head's calibration, before and after a table of
              temperatures that is fitted on one half and judged on the other (`calibration.json`)
@@ -25,19 +26,39 @@ from headrace.recipe import Tokenizer
 
 from . import mix
 from .runs import Run
-from .sample import PROMPT_WEIGHT, Renderer
+from .sample import PROMPT_WEIGHT, Renderer, Sample
 
 KINDS = ("story_chat", "three_digits", "tool_simple", "small_talk", "why", "table", "books")  # books: free prose
 BINS = 10
 
 
+LONGEST = 1024  # tokens of a sequence that is looked at
+
+
+def sequence(renderer: Renderer, sample: Sample) -> tuple[torch.Tensor, int]:
+    """(ids [1, T], where the target begins) of a sample."""
+    ids, weights = renderer.ids(sample)
+    return torch.tensor([list(ids)[:LONGEST]]), next(i for i, w in enumerate(weights) if w > PROMPT_WEIGHT + 1e-3)
+
+
 def sequences(renderer: Renderer, kind: str, count: int) -> list[tuple[torch.Tensor, int]]:
-    """Held-out (ids [1, T], where the target begins) of a kind."""
+    """Held-out ones of a kind."""
+    return [sequence(renderer, mix.draw(kind, "measure", number, held_out=True)) for number in range(count)]
+
+
+def mixed(renderer: Renderer, tokens: int) -> list[tuple[torch.Tensor, int]]:
+    """About so many held-out tokens in the shares of the anneal stage, every kind once at least; texts only. What does not fit
+    into LONGEST counts with its beginning."""
     found = []
-    for number in range(count):
-        ids, weights = renderer.ids(mix.draw(kind, "measure", number, held_out=True))
-        start = next(i for i, w in enumerate(weights) if w > PROMPT_WEIGHT + 1e-3)
-        found.append((torch.tensor([list(ids)[:1024]]), start))
+    for kind, share in mix.available(mix.ANNEAL).items():
+        number, said = 0, 0
+        while said < tokens * share and number < 1000:
+            sample = mix.draw(kind, "mixed", number, held_out=True)
+            number += 1
+            if sample.pictures:
+                break
+            found.append(sequence(renderer, sample))
+            said += found[-1][0].shape[1]
     return found
 
 
@@ -173,8 +194,10 @@ def measure(path: Path, run: Run | None, count: int, kinds: tuple[str, ...]) -> 
     if run is not None:
         plain = run.model()
         plain.load_state_dict(run.newest()[1]["model"])
-        every = [pair for pairs in data.values() for pair in pairs]
-        numbers["export_kl"], numbers["export_same_token"] = divergence(plain, model, every)
+        numbers["export_kl"], numbers["export_same_token"] = divergence(plain, model, mixed(renderer, LONGEST * count))
+        for kind, pairs in data.items():
+            numbers[f"export_kl_{kind}"] = divergence(plain, model, pairs)[0]
+            numbers[f"loss_unrounded_{kind}"] = mean_loss(plain, pairs)
     numbers |= classes(path, model, renderer, count)
     if model.config.num_nextn_predict_layers:
         llm = LLM(path)

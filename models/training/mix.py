@@ -21,12 +21,12 @@ PRETRAIN = {
 }  # fmt: skip
 # What a user types: conversations, thinking, tools, recall.
 ANNEAL = {
-    "story_chat": 18, "books": 2, "wordnet": 3, "tldr": 3, "gsm8k": 4, "gym": 2,
+    "story_chat": 18, "books": 14, "wordnet": 3, "tldr": 3, "gsm8k": 4, "gym": 2,
     "add_subtract": 5, "three_digits": 8, "multiply": 2, "divide": 1, "compare": 1.5, "word_problem": 4, "units": 2, "dates": 2,
-    "fractions": 1.5, "capital": 1, "element": 0.5, "table": 1, "why": 1.5, "small_talk": 1.5, "declined": 1, "system": 1,
+    "fractions": 1.5, "capital": 1, "element": 0.5, "table": 1, "why": 1.5, "small_talk": 3, "declined": 1.5, "system": 1,
     "remembered": 1.5, "lists": 1, "tool": 14, "tool_parallel": 4, "tool_none": 7, "tool_result": 4, "tool_second": 3,
-    "json": 2, "json_list": 1, "repeat": 3, "spelling": 1, "picture": 6,
-    "bindings": 24, "pairs": 14, "needle": 17, "short_needle": 9, "who_has": 7,  # three eighths: names are bound to things
+    "json": 2, "json_list": 1, "repeat": 3, "spelling": 1, "picture": 9,
+    "bindings": 20, "pairs": 13, "needle": 15, "short_needle": 8, "who_has": 13,  # a third: names are bound to things
 }  # fmt: skip
 # A model of a few million parameters that trains on a CPU: stories, small sums, simple calls, short talk.
 NARROW = {

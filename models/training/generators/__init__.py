@@ -19,6 +19,10 @@ KINDS: dict[str, Generator] = {
     **pictures.KINDS,
 }  # fmt: skip
 
+# Kinds whose questions people also type without capitals or a sign at the end, and how often they do here.
+TYPED = ("small_talk", "declined", "why", "capital", "element", "table", "story_chat", "add_subtract", "who_has")
+IN_HASTE = 0.15
+
 
 def draw(kind: str, seed: str | int, number: int, *, held_out: bool = False) -> Sample:
     """Sample `number` of a kind, from training or from the held-out side."""
@@ -28,5 +32,13 @@ def draw(kind: str, seed: str | int, number: int, *, held_out: bool = False) -> 
     for _ in range(1000):
         sample = KINDS[kind](rng)
         if sample.held_out == held_out:
-            return sample
+            return in_haste(sample, rng) if kind in TYPED and rng.random() < IN_HASTE else sample
     raise RuntimeError(f"{kind}: 1000 samples were all {'training' if held_out else 'held-out'} ones; it has too few slots")
+
+
+def in_haste(sample: Sample, rng: random.Random) -> Sample:
+    """The sample with its last question in small letters and, now and then, without a sign at its end; the answer stays."""
+    question = sample.conversation.messages[-1]
+    typed = question.content.lower()
+    question.content = typed.rstrip("?.!") if rng.random() < 0.5 else typed
+    return sample

@@ -122,13 +122,17 @@ def picture(rng: random.Random) -> Sample:
     else:
         question = rng.choice(("What is in the picture?", "Describe this image.", "What do you see?"))
         value = answer = described(things)
+    thinking = rng.random() < 0.5
+    seen = "I name what I see, from the top." if shape == 4 else described(things)
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     message = Message(
         "user", V41_TOKENS.image + "\n\n" + question, image_sources=[ImageSource("data_url", url)], image_token=V41_TOKENS.image
     )
     slots = "|".join(f"{t.what}{t.colour}{t.row}{t.column}" for t in things)
-    return Sample("picture", slots, conversation=Conversation([message], thinking_mode=False), answer=answer,
-                  check={"text": value}, pictures=[data], span=SPAN)  # fmt: skip
+    return Sample(
+        "picture", slots, conversation=Conversation([message], thinking_mode=thinking), reasoning=seen if thinking else "",
+        answer=answer, check={"text": value}, pictures=[data], span=SPAN,
+    )  # fmt: skip
 
 
 KINDS = {"picture": picture}

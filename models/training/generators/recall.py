@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from headrace.recipe import Conversation, Message
@@ -17,25 +17,30 @@ from .. import words
 from ..sample import Sample, ask, held_out
 from .stories import cast, tell
 
-_FORMS = (
+_FORMS = (  # a statement, the question about it, its answer; `_VALUES` has what may stand in each
     ("The secret number of {k} is {v}.", "What is the secret number of {k}?", "The secret number of {k} is {v}."),
     ("The code word of {k} is {v}.", "What is the code word of {k}?", "The code word of {k} is {v}."),
     ("{k} keeps the {v} in the cellar.", "What does {k} keep in the cellar?", "{k} keeps the {v} in the cellar."),
     ("{k} was born in {v}.", "Where was {k} born?", "{k} was born in {v}."),
     ("The password for {k} is {v}.", "What is the password for {k}?", "The password for {k} is {v}."),
+    ("{k} lives in {v}.", "Where does {k} live?", "{k} lives in {v}."),
+    ("{k} likes {v}.", "What does {k} like?", "{k} likes {v}."),
+    ("{k} bought the {v}.", "What did {k} buy?", "{k} bought the {v}."),
 )  # fmt: skip
+_VALUES: tuple[Callable[[random.Random], str], ...] = (
+    lambda rng: str(rng.randint(100, 9999)),
+    lambda rng: words.spoken(rng.choice(words.THINGS)),
+    lambda rng: f"{rng.choice(words.COLORS)} {words.spoken(rng.choice(words.THINGS))}",
+    lambda rng: rng.choice(words.CITIES),
+    lambda rng: "".join(rng.choice(string.ascii_lowercase + string.digits) for _ in range(rng.randint(4, 8))),
+    lambda rng: rng.choice(words.CITIES),
+    lambda rng: rng.choice(words.FOODS),
+    lambda rng: words.spoken(rng.choice(words.THINGS)),
+)
 
 
 def _value(form: int, rng: random.Random) -> str:
-    if form == 0:
-        return str(rng.randint(100, 9999))
-    if form == 1:
-        return words.spoken(rng.choice(words.THINGS))
-    if form == 2:
-        return f"{rng.choice(words.COLORS)} {words.spoken(rng.choice(words.THINGS))}"
-    if form == 3:
-        return rng.choice(words.CITIES)
-    return "".join(rng.choice(string.ascii_lowercase + string.digits) for _ in range(rng.randint(4, 8)))
+    return _VALUES[form](rng)
 
 
 ALIKE = 0.5  # of needles lie among facts of their own form only
@@ -108,12 +113,19 @@ def spelled(rng: random.Random) -> Sample:
                   reasoning=reasoning.get(shape, ""), answer=answer, check={"text": answer})  # fmt: skip
 
 
+_HAS = ("{k} has the {v}.", "The {v} belongs to {k}.", "{k} holds the {v}.")
+
+
 def who_has(rng: random.Random) -> Sample:
     """Two or three people hold things; one is asked for."""
     people = rng.sample(words.GIRLS + words.BOYS, rng.randint(2, 4))
     things = [words.spoken(t) for t in rng.sample(words.THINGS, len(people))]
-    facts = [rng.choice(("{p} has the {t}.", "The {t} belongs to {p}.", "{p} holds the {t}.")).format(p=p, t=t)
-             for p, t in zip(people, things, strict=True)]  # fmt: skip
+    held = list(zip(people, things, strict=True))
+    told = " ".join(rng.choice(_HAS).format(k=p, v=t) for p, t in held)
+    if rng.random() < 0.3:  # in one sentence
+        verb = rng.choice((" has", " has", ""))  # "Ben has the kite and Anna the ball", or "and Anna has the ball"
+        rest = [f"{p}{verb} the {t}" for p, t in held[1:]]
+        told = f"{', '.join([f'{people[0]} has the {things[0]}', *rest[:-1]])} and {rest[-1]}."
     at = rng.randrange(len(people))
     if rng.random() < 0.5:
         question, answer, value = f"Who has the {things[at]}?", f"{people[at]} has the {things[at]}.", people[at]
@@ -121,14 +133,11 @@ def who_has(rng: random.Random) -> Sample:
         question, answer, value = f"What does {people[at]} have?", f"{people[at]} has the {things[at]}.", things[at]
     slots = cast(rng)
     start = f"{slots['A']} looks on. " if rng.random() < 0.2 else ""
-    return Sample("who_has", f"{people[at]}|{things[at]}", conversation=ask(f"{start}{' '.join(facts)} {question}"),
+    return Sample("who_has", f"{people[at]}|{things[at]}", conversation=ask(f"{start}{told} {question}"),
                   answer=answer, check={"text": value})  # fmt: skip
 
 
 # ------------------------------------------------------------------ bindings
-
-_HAS = ("{k} has the {v}.", "The {v} belongs to {k}.", "{k} holds the {v}.")
-
 
 @dataclass(frozen=True, slots=True)
 class Fact:

@@ -214,3 +214,20 @@ def test_shares_without_a_corpus_go_to_the_others(monkeypatch, tmp_path):
 @pytest.mark.parametrize("kind", sorted({k for shares in mix.MIXES.values() for k in shares}))
 def test_mixes_name_kinds_that_exist(kind):
     assert kind in mix.all_kinds()
+
+
+def test_questions_typed_in_haste_have_the_same_answers():
+    """Small letters and no sign at the end are seen in training for what people chat about; the answer is the careful one."""
+    typed = [draw("small_talk", "haste", n) for n in range(200)]
+    hasty = [s for s in typed if s.conversation.messages[-1].content == s.conversation.messages[-1].content.lower()]
+    assert 10 <= len(hasty) <= 60  # 15 % of them
+    assert all(s.answer[0].isupper() for s in hasty)
+    careful = [draw("tool", "haste", n) for n in range(100)]
+    assert all(s.conversation.messages[-1].content != s.conversation.messages[-1].content.lower() for s in careful)
+
+
+def test_pictures_are_answered_with_and_without_thinking():
+    drawn = [draw("picture", "thinking", n) for n in range(100)]
+    thinking = [s for s in drawn if s.conversation.thinking_mode]
+    assert 30 <= len(thinking) <= 70
+    assert all(s.reasoning for s in thinking) and not any(s.reasoning for s in drawn if not s.conversation.thinking_mode)
