@@ -1,7 +1,7 @@
 """`measure`: what can be said about a checkpoint without a server, written beside its weights as `measured.json`.
 
 losses       nats a token on held-out slots, by kind
-export       KL of the stored weights' predictions from those of the unrounded ones (needs --run): on held-out samples drawn in the
+export       KL of the stored weights' predictions from those of the unrounded ones (needs --run): on held-out samples in the
              shares of the anneal stage, and by kind; and what the unrounded ones' losses are
 classes      `bounded` against `exact`: logit error, and the share of greedy answers that differ
 draft        how many drafts greedy decoding accepts, per kind; the confidence head's calibration, before and after a table of
