@@ -59,6 +59,11 @@ def combined_reference(o: Routed) -> torch.Tensor:
     return combine_reference(o.y, o.row_of_choice, None, o.shared)
 
 
+def whole_reference(o: torch.Tensor) -> torch.Tensor:
+    """bf16 [T, D], or parts of it fp32 [parts, T, D] -> bf16 [T, D]."""
+    return sum(o).to(torch.bfloat16) if o.dim() == 3 else o
+
+
 def split_projection(fn: torch.Tensor) -> torch.Tensor:
     """fn fp32 [24, 4 D] -> bf16 [48, 4 D]: fn rounded, then what is left of it, rounded; together 16 bits of each weight."""
     high = fn.to(torch.bfloat16)
@@ -73,7 +78,8 @@ def mhc_pass(
     batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """One reading of x bf16 [T, 4, D]. expand = (o bf16 [T, D], post, comb): x becomes the expanded streams first;
-    a `Routed` o is combined on the way, bit for bit as `routing.combine` does it.
+    a `Routed` o is combined on the way, bit for bit as `routing.combine` does it. o may come in parts, fp32 [parts, T, D]
+    (`gemm_upcast`), whose sum in this order is rounded to bf16.
 
     fn bf16 [48, 4 D] from `split_projection`, made once at load; an fp32 [24, 4 D] is split in every call. Returns (streams:
     x itself without expand, u = collapse with pre or None, parts fp32 [splits, T, 64] for `mhc_coefficients` with fn or None).
@@ -94,15 +100,15 @@ def mhc_pass(
     per_split = cdiv(chunks, min(splits, chunks))
     splits = cdiv(chunks, per_split)
     parts = torch.empty(splits, tokens, 64, dtype=torch.float32, device=x.device) if fn is not None else None
-    o, post, comb = expand if expand is not None else (x, x, x)
+    o, post, comb = expand if expand is not None else (x[:, 0], x, x)
     o, choices, shared = (part.contiguous() for part in o) if isinstance(o, Routed) else (o, None, None)
     if tokens:
         _pass_kernel[(rows, splits)](
             x, o, x if choices is None else choices, x if shared is None else shared, post, comb,
             x if pre is None else pre, x if fn is None else fn, out, x if u is None else u, x if parts is None else parts,
-            tokens, dim, chunks, per_split, TOP_K=0 if choices is None else choices.shape[1], EXPAND=expand is not None,
-            COLLAPSE=pre is not None, MIX=fn is not None, BLOCK_T=config["BLOCK_T"], BLOCK_D=block, STAGES=config["STAGES"],
-            num_warps=config["num_warps"],
+            tokens, dim, chunks, per_split, TOP_K=0 if choices is None else choices.shape[1],
+            PARTS=o.shape[0] if o.dim() == 3 else 0, EXPAND=expand is not None, COLLAPSE=pre is not None, MIX=fn is not None,
+            BLOCK_T=config["BLOCK_T"], BLOCK_D=block, STAGES=config["STAGES"], num_warps=config["num_warps"],
         )  # fmt: skip
     return out, u, parts
 
@@ -114,10 +120,12 @@ def mhc_coefficients(
     splits, tokens = parts.shape[:2]
     pre, post = (torch.empty(tokens, 4, dtype=torch.float32, device=parts.device) for _ in range(2))
     comb = torch.empty(tokens, 4, 4, dtype=torch.float32, device=parts.device)
+    at_once = min(128, next_power_of_2(splits))
+    block = max(1, min(8, 128 // at_once))  # by splits alone: with other layouts sums have other orders
     if tokens:
-        _sinkhorn_kernel[(cdiv(tokens, 8),)](
+        _sinkhorn_kernel[(cdiv(tokens, block),)](
             parts, base, scale, pre, post, comb, tokens, splits, STREAMS * dim, rms_eps, eps, iterations,
-            SPLITS=min(16, next_power_of_2(splits)), BLOCK=8, num_warps=4,
+            SPLITS=at_once, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return pre, post, comb
 
@@ -125,8 +133,8 @@ def mhc_coefficients(
 @triton.jit
 def _pass_kernel(
     x_ptr, o_ptr, choice_ptr, shared_ptr, post_ptr, comb_ptr, pre_ptr, fn_ptr, out_ptr, u_ptr, part_ptr, tokens, dim, chunks,
-    per_split, TOP_K: tl.constexpr, EXPAND: tl.constexpr, COLLAPSE: tl.constexpr, MIX: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    per_split, TOP_K: tl.constexpr, PARTS: tl.constexpr, EXPAND: tl.constexpr,
+    COLLAPSE: tl.constexpr, MIX: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = token < tokens
@@ -164,7 +172,7 @@ def _pass_kernel(
             if TOP_K:
                 o = _combined(o_ptr, choice_ptr, shared_ptr, token, live, column, dim, TOP_K)
             else:
-                o = tl.load(o_ptr + (token * dim)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+                o = _whole(o_ptr, token, live, column, tokens, dim, PARTS)
             x0, x1, x2, x3 = y0.to(tl.float32), y1.to(tl.float32), y2.to(tl.float32), y3.to(tl.float32)
             y0 = to_bf16(tl.fma(b0, o, _weighed(a00, x0, a10, x1, a20, x2, a30, x3)))
             y1 = to_bf16(tl.fma(b1, o, _weighed(a01, x0, a11, x1, a21, x2, a31, x3)))
@@ -209,6 +217,23 @@ def _combined(y_ptr, choice_ptr, shared_ptr, token, live, column, dim, TOP_K: tl
 
 
 @triton.jit
+def _whole(ptr, token, live, column, tokens, dim, PARTS: tl.constexpr):
+    """bf16 [tokens, dim], or PARTS fp32 parts whose sum is rounded to it, at rows `token` and `column`, as fp32."""
+    at = ptr + (token * dim)[:, None] + column[None, :]
+    if PARTS:
+        total = tl.zeros([token.shape[0], column.shape[0]], tl.float32)
+        stride = tl.cast(tokens, tl.int64) * dim
+        for part in tl.range(0, PARTS, 2, loop_unroll_factor=1):  # two at once; with more, fewer programs fit a processor
+            total += tl.load(at, mask=live[:, None], other=0.0)
+            total += tl.load(at + stride, mask=(part + 1 < PARTS) & live[:, None], other=0.0)
+            at += 2 * stride
+        value = to_bf16(total).to(tl.float32)
+    else:
+        value = tl.load(at, mask=live[:, None], other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
 def _column(post_ptr, comb_ptr, token, live, K: tl.constexpr):
     """What goes into stream K: post_K and comb[0..3, K], each fp32 [T, 1]."""
     c = comb_ptr + token * 16 + K
@@ -226,42 +251,93 @@ def _sinkhorn_kernel(
     part_ptr, base_ptr, scale_ptr, pre_ptr, post_ptr, comb_ptr, tokens, splits, width, rms_eps, eps, iterations,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Few tokens a program, an element of `comb` a thread: 40 dependent sums and quotients are all latency."""
+    """Few tokens a program: all is latency. So the parts of a sum are read at once, by all threads, and then every thread has
+    whole matrices, of which 40 dependent sums and quotients need no other thread."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = token < tokens
     token = token.to(tl.int64)
-    four = tl.arange(0, 4)
+    eight = tl.arange(0, 8)
     sixteen = tl.arange(0, 16)
     squares = tl.zeros([BLOCK], tl.float32)
-    pre = tl.zeros([BLOCK, 4], tl.float32)
-    post = tl.zeros([BLOCK, 4], tl.float32)
+    gates = tl.zeros([BLOCK, 8], tl.float32)
     comb = tl.zeros([BLOCK, 16], tl.float32)
     for first in range(0, splits, SPLITS):
         split = first + tl.arange(0, SPLITS)
         here = (split < splits)[:, None] & live[None, :]
         row = part_ptr + (split[:, None] * tokens + token[None, :]) * 64
-        squares += tl.sum(tl.load(row + 48, mask=here, other=0.0), 0)
+        square = tl.load(row + 48, mask=here, other=0.0)  # all loads before the first sum: threads wait for each other there
         row, here = row[:, :, None], here[:, :, None]
-        pre += tl.sum(_both(row + four[None, None, :], here), 0)
-        post += tl.sum(_both(row + 4 + four[None, None, :], here), 0)
-        comb += tl.sum(_both(row + 8 + sixteen[None, None, :], here), 0)
+        gate, gate_low = _both(row + eight[None, None, :], here)
+        cell, cell_low = _both(row + 8 + sixteen[None, None, :], here)
+        squares += tl.sum(square, 0)
+        gates += tl.sum(gate + gate_low, 0)
+        comb += tl.sum(cell + cell_low, 0)
     norm = tl.rsqrt(squares / width + rms_eps)[:, None]
-    pre = tl.load(base_ptr + four)[None, :] + pre * norm * tl.load(scale_ptr)
-    post = tl.load(base_ptr + 4 + four)[None, :] + post * norm * tl.load(scale_ptr + 1)
+    is_pre = (eight < 4)[None, :]
+    gates = tl.load(base_ptr + eight)[None, :] + gates * norm * tl.load(scale_ptr + eight // 4)[None, :]
     comb = tl.load(base_ptr + 8 + sixteen)[None, :] + comb * norm * tl.load(scale_ptr + 2)
-    tl.store(pre_ptr + token[:, None] * 4 + four[None, :], 1 / (1 + tl.exp(-pre)) + eps, mask=live[:, None])
-    tl.store(post_ptr + token[:, None] * 4 + four[None, :], 2 / (1 + tl.exp(-post)), mask=live[:, None])
-    comb = tl.reshape(comb, [BLOCK, 4, 4])
-    comb = tl.exp(comb - tl.max(comb, 2)[:, :, None])
-    comb = comb / tl.sum(comb, 2)[:, :, None] + eps
-    comb = comb * (1 / (tl.sum(comb, 1) + eps))[:, None, :]
-    for _ in range(iterations - 1):
-        comb = comb * (1 / (tl.sum(comb, 2) + eps))[:, :, None]
-        comb = comb * (1 / (tl.sum(comb, 1) + eps))[:, None, :]
-    tl.store(comb_ptr + token[:, None] * 16 + sixteen[None, :], tl.reshape(comb, [BLOCK, 16]), mask=live[:, None])
+    gates = tl.where(is_pre, 1.0, 2.0) / (1 + tl.exp(-gates)) + tl.where(is_pre, eps, 0.0)
+    at = token[:, None] * 4 + eight[None, :]
+    tl.store(pre_ptr + at, gates, mask=live[:, None] & is_pre)
+    tl.store(post_ptr + at - 4, gates, mask=live[:, None] & (eight >= 4)[None, :])
+    a, b, c, d = _quarters(comb)  # rows of the matrix
+    a0, a1, a2, a3 = _softmax(a, eps)
+    b0, b1, b2, b3 = _softmax(b, eps)
+    c0, c1, c2, c3 = _softmax(c, eps)
+    d0, d1, d2, d3 = _softmax(d, eps)
+    for turn in range(iterations):
+        if turn > 0:
+            a0, a1, a2, a3 = _normalised(a0, a1, a2, a3, eps)
+            b0, b1, b2, b3 = _normalised(b0, b1, b2, b3, eps)
+            c0, c1, c2, c3 = _normalised(c0, c1, c2, c3, eps)
+            d0, d1, d2, d3 = _normalised(d0, d1, d2, d3, eps)
+        a0, b0, c0, d0 = _normalised(a0, b0, c0, d0, eps)
+        a1, b1, c1, d1 = _normalised(a1, b1, c1, d1, eps)
+        a2, b2, c2, d2 = _normalised(a2, b2, c2, d2, eps)
+        a3, b3, c3, d3 = _normalised(a3, b3, c3, d3, eps)
+    _store_row(comb_ptr + token * 16, live, a0, a1, a2, a3)
+    _store_row(comb_ptr + token * 16 + 4, live, b0, b1, b2, b3)
+    _store_row(comb_ptr + token * 16 + 8, live, c0, c1, c2, c3)
+    _store_row(comb_ptr + token * 16 + 12, live, d0, d1, d2, d3)
 
 
 @triton.jit
 def _both(at, mask):
-    """The products with both parts of the weight."""
-    return tl.load(at, mask=mask, other=0.0) + tl.load(at + 24, mask=mask, other=0.0)
+    """The products with the two parts of the weight."""
+    return tl.load(at, mask=mask, other=0.0), tl.load(at + 24, mask=mask, other=0.0)
+
+
+@triton.jit
+def _quarters(x):
+    """[T, 4 N] -> four [T, N], in order."""
+    T: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1] // 4
+    even, odd = tl.split(tl.permute(tl.reshape(x, [T, 2, 2, N]), (0, 1, 3, 2)))  # [T, 2, N]
+    first, third = tl.split(tl.permute(even, (0, 2, 1)))
+    second, fourth = tl.split(tl.permute(odd, (0, 2, 1)))
+    return first, second, third, fourth
+
+
+@triton.jit
+def _softmax(row, eps):
+    """[T, 4] -> its softmax, plus eps, as four [T]."""
+    w, x, y, z = _quarters(row)
+    w, x, y, z = tl.ravel(w), tl.ravel(x), tl.ravel(y), tl.ravel(z)
+    top = tl.maximum(tl.maximum(w, x), tl.maximum(y, z))
+    w, x, y, z = tl.exp(w - top), tl.exp(x - top), tl.exp(y - top), tl.exp(z - top)
+    total = (w + x) + (y + z)
+    return w / total + eps, x / total + eps, y / total + eps, z / total + eps
+
+
+@triton.jit
+def _normalised(w, x, y, z, eps):
+    factor = 1 / ((w + x) + (y + z) + eps)
+    return w * factor, x * factor, y * factor, z * factor
+
+
+@triton.jit
+def _store_row(at, live, w, x, y, z):
+    tl.store(at, w, mask=live)
+    tl.store(at + 1, x, mask=live)
+    tl.store(at + 2, y, mask=live)
+    tl.store(at + 3, z, mask=live)

@@ -41,6 +41,7 @@ def cases() -> Iterator[Case]:
         yield streams(tokens, dim, size, timed=tokens in (4096, 64))
     for tokens, dim, size in [(5, 64, "small"), (64, 5120, "full")]:
         yield routed_streams(tokens, dim, size)
+        yield streams_of_parts(tokens, dim, 5, size)
     for tokens, dim, size in [(5, 64, "small"), (600, 128, "full")]:
         for parts in itertools.product((False, True), repeat=3):
             yield some_streams(tokens, dim, *parts, size)
@@ -225,6 +226,20 @@ def routed_streams(tokens: int, dim: int, size: str) -> Case:
         )
 
     return Case("mhc of routed rows", f"{tokens}x4x{dim}", build, 0.0, size)
+
+
+def streams_of_parts(tokens: int, dim: int, parts: int, size: str) -> Case:
+    """A sublayer's result that comes in parts, bit for bit as if they had been added before."""
+
+    def build(device: torch.device, seed: int) -> Problem:
+        x, o = randn((tokens, 4, dim), device, seed, torch.bfloat16), randn((parts, tokens, dim), device, seed + 1)
+        post, comb = randn((tokens, 4), device, seed + 3), randn((tokens, 4, 4), device, seed + 4)
+        return Problem(
+            run=lambda: mhc.mhc_pass(x, (o, post, comb), post)[:2],
+            reference=lambda: mhc.mhc_pass(x, (mhc.whole_reference(o), post, comb), post)[:2],
+        )
+
+    return Case("mhc of parts", f"{tokens}x4x{dim} {parts} parts", build, 0.0, size)
 
 
 def some_streams(tokens: int, dim: int, expand: bool, collapse: bool, mix: bool, size: str) -> Case:
