@@ -111,7 +111,7 @@ with torch.no_grad():
     for model.batch_invariant in (False, True):
         for passes.SIZES in ((8,), (4,)):  # seven rows: of a decode graph, and more than it takes
             forms[model.batch_invariant, passes.SIZES] = type(model._experts(model.layers[1].ffn, x, live)).__name__
-assert [options["apart"] for options in plans] == [False] * 5 + [True] * 2
+assert [options["apart"] for options in plans] == [False] * 6 + [True] * 2
 assert found[0][live].isfinite().all() and found[0][live].float().std() > 0
 assert all(torch.equal(found[0][live], out[live]) for out in found[1:])
 assert forms == {(False, (8,)): "Routed", (False, (4,)): "Tensor", (True, (8,)): "Tensor", (True, (4,)): "Tensor"}, forms

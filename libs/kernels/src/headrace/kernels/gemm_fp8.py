@@ -108,7 +108,7 @@ def _launch(a, a_scale, b, b_scale, group_of_row, counts, batch_invariant, out, 
     if config["FORM"] == "narrow":
         turns = cdiv(k // BLOCK, 1 + config["PAIR"])
         splits = _splits(grid_m * column_tiles, turns, config["WAVES"]) if not batch_invariant and mode == 0 else 1
-        partial, counter = workspace(a.device, *((splits * rows * n, grid_m * column_tiles) if splits > 1 else (1, 1)))
+        partial, counter = workspace(a.device, *parts_space(splits, grid_m * column_tiles, bm * bn))
         right = TensorDescriptor.from_tensor(b.view(groups * n, k), [bn, BLOCK])
         programs = (column_tiles, grid_m, splits) if config["GROUP_M"] == 1 else (grid_m * column_tiles, 1, splits)
         _narrow_kernel[programs](
@@ -136,6 +136,11 @@ def _splits(programs: int, steps: int, waves: int) -> int:
     """Parts of K that give about `waves` programs per processor, each at least two turns long and all non-empty."""
     splits = max(1, min(waves * processor_count() // programs, steps // 2))
     return cdiv(steps, cdiv(steps, splits))
+
+
+def parts_space(splits: int, tiles: int, size: int) -> tuple[int, int]:
+    """Floats and counters that `tiles` sums of `size` elements need, each in so many parts."""
+    return (splits * tiles * size, tiles) if splits > 1 else (1, 1)
 
 
 @triton.jit
@@ -313,13 +318,9 @@ def _narrow_kernel(
         at = row.to(tl.int64)[None, :] * n + columns[:, None]
         mask = live[None, :] & (columns < n)[:, None]
     if SPLIT:
-        tl.store(partial_ptr + split.to(tl.int64) * rows * n + at, acc, mask=mask)
-        tl.debug_barrier()  # every thread's part is written before this program says so
-        slot = counter_ptr + tile * column_tiles + column_tile
-        if tl.atomic_add(slot, 1, sem="acq_rel") != splits - 1:
+        if not leave_part(acc, partial_ptr, counter_ptr, tile * column_tiles + column_tile):
             return
-        acc = add_parts(partial_ptr + at, mask, splits, rows * n)
-        tl.store(slot, 0)
+        acc = add_parts(acc, partial_ptr, counter_ptr, tile * column_tiles + column_tile)
     tl.store(out_ptr + at, acc.to(tl.bfloat16), mask=mask)
 
 
@@ -347,23 +348,56 @@ def _per_row(scale, ROWS_LEFT: tl.constexpr):
 
 
 @triton.jit
-def add_parts(part_at, mask, splits, stride):
-    """The sum of `splits` parts, `stride` elements apart, in their order. Four of a small tile are read at once: one after
-    another, each would wait for memory anew. Of a large tile registers hold no more than one."""
-    total = tl.zeros(mask.shape, tl.float32)
-    if mask.shape[0] * mask.shape[1] <= 8192:
+def leave_part(acc, partial_ptr, counter_ptr, tile):
+    """Write this program's part of a tile's sum; true for the last of the tile's programs (axis 2 of the grid) to arrive.
+
+    Parts lie as tiles, not as rows of the result: a thread's addresses are then constants beside one that all share.
+    """
+    at = _parts_at(partial_ptr, tile, acc.shape[0], acc.shape[1])
+    tl.store(at + tl.program_id(2).to(tl.int64) * (acc.shape[0] * acc.shape[1]), acc)
+    tl.debug_barrier()  # every thread's part is written before this program says so
+    return tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == tl.num_programs(2) - 1
+
+
+@triton.jit
+def add_parts(like, partial_ptr, counter_ptr, tile):
+    """The sum of a tile's parts in their order, fp32 of the shape of `like`; the tile's counter is zero again.
+
+    A few are read at once: one after another, each would wait for memory anew; too many, and a program takes so many registers
+    that fewer of them fit a processor."""
+    SIZE: tl.constexpr = like.shape[0] * like.shape[1]
+    splits = tl.num_programs(2)
+    at = _parts_at(partial_ptr, tile, like.shape[0], like.shape[1])
+    total = tl.zeros(like.shape, tl.float32)
+    if SIZE <= 4096:
         for first in range(0, splits, 4):
-            second_at = part_at + stride
-            third_at = second_at + stride
-            fourth_at = third_at + stride
-            a = tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg")
-            b = tl.load(second_at, mask=tl.where(first + 1 < splits, mask, False), other=0.0, cache_modifier=".cg")
-            c = tl.load(third_at, mask=tl.where(first + 2 < splits, mask, False), other=0.0, cache_modifier=".cg")
-            d = tl.load(fourth_at, mask=tl.where(first + 3 < splits, mask, False), other=0.0, cache_modifier=".cg")
+            a = tl.load(at, cache_modifier=".cg")
+            b = _part_or_zeros(at + SIZE, splits - first - 1)
+            c = _part_or_zeros(at + 2 * SIZE, splits - first - 2)
+            d = _part_or_zeros(at + 3 * SIZE, splits - first - 3)
             total = total + a + b + c + d  # from left to right
-            part_at = fourth_at + stride
+            at += 4 * SIZE
+    elif SIZE <= 8192:
+        for first in range(0, splits, 2):
+            a = tl.load(at, cache_modifier=".cg")
+            b = _part_or_zeros(at + SIZE, splits - first - 1)
+            total = total + a + b
+            at += 2 * SIZE
     else:
         for _ in range(splits):
-            total += tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg")
-            part_at += stride
+            total += tl.load(at, cache_modifier=".cg")
+            at += SIZE
+    tl.store(counter_ptr + tile, 0)
     return total
+
+
+@triton.jit
+def _parts_at(partial_ptr, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where the first part of a tile lies; the others follow it."""
+    first = tl.num_programs(2) * (ROWS * COLUMNS) * tile.to(tl.int64)
+    return partial_ptr + first + (tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
+
+
+@triton.jit
+def _part_or_zeros(at, left):
+    return tl.load(at, mask=tl.zeros(at.shape, tl.int32) + left > 0, other=0.0, cache_modifier=".cg")

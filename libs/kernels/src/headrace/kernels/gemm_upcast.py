@@ -12,12 +12,14 @@ X is bf16, or e4m3 with a UE8M0 scale per row and 32 columns. The weight is alwa
 fill a narrow tile. Grouped row layouts are those of `gemm_fp8`. Source: DeepSeek-V4.1 release, quantised linears.
 """
 
+import itertools
+
 import torch
 
 from headrace.kernels import quantize, tuning
 from headrace.kernels._triton import _INTERPRETED, cdiv, dot, tl, triton, workspace
 from headrace.kernels.attention_core import decode_e2m1, unpack_bf16
-from headrace.kernels.gemm_fp8 import _splits, _tile_rows, add_parts
+from headrace.kernels.gemm_fp8 import _splits, _tile_rows, add_parts, leave_part, parts_space
 from headrace.kernels.rope import rotated
 from headrace.kernels.swiglu import TURN, gated
 
@@ -42,10 +44,10 @@ def dequantize_weight(weight: torch.Tensor, scale: torch.Tensor | None, name: st
 def pack_words(weight: torch.Tensor, scale: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor, str]:
     """(W [..., n, k], its scale, "fp8" or "mxfp4") -> (words int32, scales int32 [..., k / 128, scale rows], packed name).
 
-    Each 128 columns of a row stay together. mxfp4: 16 words; word w holds in its halves h = 0 (low), 1 the columns
-    32 i + 2 w + h, i = 0..3, whose bits s e1 e0 m lie at `_E2M1_BITS[i]`. fp8: 32 words; half h holds columns 2 w + h in its
-    upper and 64 + 2 w + h in its lower byte. A scale word holds the four scales of 128 columns as exponents of bf16: of the
-    first two in its halves, of the other two in its halves once it is rotated by 8 bits.
+    Each 128 columns of a row stay together. mxfp4: 16 words; word w holds for its halves h = 0 (low), 1 the columns
+    32 i + 2 w + h, i = 0..3; fp8: 32 words with columns 64 i + 2 w + h, i = 0, 1. Their bits, highest first, lie at `_PLACES`
+    [packed name][i], of the high half 16 further, from bit 32 on again at 0. A scale word holds the four scales of 128 columns
+    as exponents of bf16: of the first two in its halves, of the other two in its halves once it is rotated by 8 bits.
     """
     field = scale.view(torch.uint8).int() + FIELD[PACKED[name]]
     if int(field.max()) > 254:
@@ -56,16 +58,16 @@ def pack_words(weight: torch.Tensor, scale: torch.Tensor, name: str) -> tuple[to
     first, second, third, fourth = (field.unflatten(-1, (-1, 4)).transpose(-2, -3) << 7).unbind(-1)  # each [..., k / 128, rows]
     rotated = third | fourth << 16
     fields = (first | second << 16 | rotated >> 8 | rotated << 24).contiguous()
+    places = _PLACES[PACKED[name]]
     raw = weight.view(torch.uint8)
-    if name == "fp8":
-        halves = raw.unflatten(-1, (-1, 2, 32, 2)).flip(-3).movedim(-3, -1)  # [..., atom, w, h, lower or upper byte]
-        return halves.contiguous().flatten(-4).view(torch.int32), fields, PACKED[name]
-    code = torch.stack([raw & 15, raw >> 4], -1).flatten(-2).int().unflatten(-1, (-1, 4, 16, 2))  # [..., atom, i, w, h]
-    half = torch.zeros_like(code.select(-3, 0))
-    for i, places in enumerate(_E2M1_BITS):
-        for bit, place in zip((3, 2, 1, 0), places, strict=True):
-            half |= (code.select(-3, i) >> bit & 1) << place
-    return half.to(torch.int16).flatten(-3).view(torch.int32), fields, PACKED[name]
+    code = raw if name == "fp8" else torch.stack([raw & 15, raw >> 4], -1).flatten(-2)
+    code = code.unflatten(-1, (-1, len(places), 64 // len(places), 2))  # [..., atom, i, w, h]
+    words = torch.zeros(code[..., 0, :, 0].shape, dtype=torch.int32, device=code.device)
+    for i, h in itertools.product(range(len(places)), range(2)):
+        part = code[..., i, :, h].int()
+        for bit, place in enumerate(reversed(places[i])):
+            words |= (part >> bit & 1) << (place + 16 * h) % 32
+    return words.flatten(-2), fields, PACKED[name]
 
 
 def held(weight: torch.Tensor, scale: torch.Tensor | None, name: str) -> tuple[torch.Tensor, torch.Tensor | None, str]:
@@ -92,9 +94,14 @@ def _fields_shape(scale: torch.Tensor) -> tuple[int, int]:
     return scale.shape[-1] // 4, scale.shape[-2]
 
 
-# bf16 keeps s at bit 15 and the low exponent bits and the first mantissa bit at 8, 7, 6. Three values fit a half so that one
-# shift brings them there; the fourth takes what is left.
-_E2M1_BITS = ((15, 8, 7, 6), (9, 2, 1, 0), (12, 5, 4, 3), (14, 13, 10, 11))
+# bf16 keeps the sign at bit 15, the low exponent bits of e2m1 and its mantissa at 8 to 6, of e4m3 at 10 to 4. As few operations
+# as can be bring bits there, for every pair of values takes them. Of e2m1: none, a shift left by 6, a
+# turn right by 4, and a turn right by 6 with a shift left by 2; of e4m3: none, and a turn right by 4 with a shift left by 4.
+# A turn is one instruction on a card, and takes bits from the other half.
+_PLACES = {
+    "mxfp4_words": ((15, 8, 7, 6), (9, 2, 1, 0), (19, 12, 11, 10), (21, 14, 13, 4)),
+    "fp8_words": ((15, 10, 9, 8, 7, 6, 5, 4), (19, 14, 13, 12, 11, 2, 1, 0)),
+}
 
 
 def gemm_upcast_reference(
@@ -139,6 +146,7 @@ def gemm_upcast(
     swiglu: tuple[float | None, torch.Tensor | None] | None = None,
     rope: tuple[torch.Tensor, torch.Tensor, int] | None = None,
     source_of_row: torch.Tensor | None = None,
+    in_parts: bool = False,
 ) -> torch.Tensor:
     """x bf16 or e4m3 [m, k] (masked: [G, m, k]), weight [n, k] or [G, n, k] in format `name`, both contiguous.
 
@@ -151,6 +159,8 @@ def gemm_upcast(
     `rope` (cos, sin, D): what `headrace.kernels.rope` makes of the bf16 product's heads of D columns, so too.
     `source_of_row` int32 [m], with group_of_row: the row of x [T, k] that each grouped row is; the result is that of the rows
     copied to where they lie, [m, n]. Of rows without a group it may hold anything.
+    `in_parts`, of one plain product: where its sum is split, fp32 [parts, m, n] whose sum in this order, rounded to bf16, is
+    the product. For who adds them on reading (`mhc_pass`); here the last program of a tile would read all of them alone.
     """
     weight, scale = (t if t is None or t.dim() == 3 else t.unsqueeze(0) for t in (weight, scale))
     groups, n = weight.shape[:2]
@@ -169,6 +179,8 @@ def gemm_upcast(
     cos, sin, head = (x, x, 0) if rope is None else (rope[0].contiguous(), rope[1].contiguous(), rope[2])
     if rope is not None and (head % 256 or n % head or weight.shape[0] > 1 or swiglu or out_dtype != torch.bfloat16):
         raise ValueError(f"RoPE needs one bf16 product of whole heads of a multiple of 256 columns, got {n} and {head}")
+    if in_parts and (weight.shape[0] > 1 or swiglu or rope or out_dtype != torch.bfloat16):
+        raise ValueError(f"parts are of one bf16 product without an epilogue, got {weight.shape[0]} products of {out_dtype}")
     shape = x.shape[:-1] if source_of_row is None else source_of_row.shape
     out = torch.empty(*shape, n // 2 if swiglu else n, dtype=out_dtype, device=x.device)
     if not rows:
@@ -186,7 +198,10 @@ def gemm_upcast(
     splits = 1
     if mode in (0, 3) and not batch_invariant:
         splits = _splits(grid_m * column_tiles, k // (STEP * atoms), config["WAVES"])
-    partial, counter = workspace(x.device, *((splits * rows * n, grid_m * column_tiles) if splits > 1 else (1, 1)))
+    split = 0 if splits == 1 else 2 if in_parts else 1
+    if split == 2:
+        out = torch.empty(splits, *shape, n, dtype=torch.float32, device=x.device)
+    partial, counter = workspace(x.device, *parts_space(splits if split == 1 else 1, grid_m * column_tiles, bm * bn))
     words = x if scale is None else scale.contiguous().view(torch.uint8).view(torch.int32)
     x_words = x if x_scale is None else x_scale.contiguous().view(torch.uint8).view(torch.int32)
     index = counts if masked else group_of_row if mode == 1 else x
@@ -198,14 +213,14 @@ def gemm_upcast(
         _words_kernel[(column_tiles, grid_m, splits)](
             x.contiguous(), x if x_scale is None else x_scale.contiguous(), weight, scale, index, out, partial, counter,
             *given, m, rows, n, scale.shape[2], groups,
-            K=k, MODE=mode, VALUES=VALUES[name], X_FP8=x_scale is not None, SPLIT=splits > 1, BLOCK_M=bm, BLOCK_N=bn,
+            K=k, MODE=mode, VALUES=VALUES[name], X_FP8=x_scale is not None, SPLIT=split, BLOCK_M=bm, BLOCK_N=bn,
             ATOMS=atoms, PAIRS=config["PAIRS"], STAGES=config["STAGES"], num_warps=config["num_warps"], **epilogue,
         )  # fmt: skip
         return out
     _upcast_kernel[(column_tiles, grid_m, splits)](
         x.contiguous(), x_words, weight if name == "bf16" else weight.view(torch.uint8), words, index, out, partial, counter,
         *given, m, rows, n, cdiv(n, 32) if name == "fp8" else n, groups,
-        K=k, MODE=mode, FORMAT=FORMATS[name], X_FP8=x_scale is not None, SPLIT=splits > 1, BLOCK_M=bm, BLOCK_N=bn,
+        K=k, MODE=mode, FORMAT=FORMATS[name], X_FP8=x_scale is not None, SPLIT=split, BLOCK_M=bm, BLOCK_N=bn,
         STAGES=config["STAGES"], num_warps=config["num_warps"], **epilogue,
     )  # fmt: skip
     return out
@@ -294,17 +309,15 @@ def _store_product(
     sin_ptr, rows, n, SPLIT: tl.constexpr, HEAD: tl.constexpr, HALF: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
     ROW_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_N, BLOCK_M] -> out [rows, n]; of a split sum, the last program to arrive adds the parts in order."""
-    if SPLIT:
-        at = row[None, :] * n + column[:, None]
-        mask = live[None, :] & within[:, None]
-        splits = tl.num_programs(2)
-        tl.store(partial_ptr + split.to(tl.int64) * rows * n + at, acc, mask=mask)
-        tl.debug_barrier()  # every thread's part is written before this program says so
-        slot = counter_ptr + tile * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(slot, 1, sem="acq_rel") == splits - 1:
-            total = add_parts(partial_ptr + at, mask, splits, rows * n)
-            tl.store(slot, 0)
+    """acc [BLOCK_N, BLOCK_M] -> out [rows, n]; SPLIT 1: the last program to arrive adds the parts of a sum in order; 2: out is
+    fp32 [splits, rows, n] and gets the parts."""
+    if SPLIT == 2:
+        at = out_ptr + split.to(tl.int64) * rows * n + row[None, :] * n + column[:, None]
+        tl.store(at, acc, mask=live[None, :] & within[:, None])
+    elif SPLIT:
+        number = tile * tl.num_programs(0) + tl.program_id(0)
+        if leave_part(acc, partial_ptr, counter_ptr, number):
+            total = add_parts(acc, partial_ptr, counter_ptr, number)
             _store_whole(total, row, live, column, within, out_ptr, row_weight_ptr, limit, cos_ptr, sin_ptr, n,
                          HEAD, HALF, GATED, LIMIT, ROW_WEIGHT)  # fmt: skip
     else:
@@ -429,14 +442,14 @@ def _decode_words(words, scale, PIECE: tl.constexpr, VALUES: tl.constexpr, PAIRS
         elif PIECE == 1:
             bits = (words << 6) & ALL
         elif PIECE == 2:
-            bits = (words << 3) & ALL
+            bits = _turned_right(words, 4) & ALL
         else:
-            bits = ((words << 1) & SIGN) | ((words >> 5) & 0x01400140) | ((words >> 3) & 0x00800080)
+            bits = (_turned_right(words, 6) & (SIGN + 0x01800180)) | ((words << 2) & 0x00400040)
     else:
         if PIECE == 0:
-            bits = (words & SIGN) | ((words >> 4) & 0x07F007F0)
+            bits = words & (SIGN + 0x07F007F0)
         else:
-            bits = ((words << 8) & SIGN) | ((words << 4) & 0x07F007F0)
+            bits = (_turned_right(words, 4) & (SIGN + 0x07800780)) | ((words << 4) & 0x00700070)
     factors = _bf16_pair(scale, PIECE * 4 // VALUES)
     if VALUES == 8:
         factors = tl.broadcast_to(factors[:, :, None], [R, ATOMS, W // ATOMS])
@@ -460,11 +473,17 @@ def _decode_words(words, scale, PIECE: tl.constexpr, VALUES: tl.constexpr, PAIRS
 
 
 @triton.jit
+def _turned_right(words, BY: tl.constexpr):
+    """int32 turned by so many bits."""
+    words = words.to(tl.uint32, bitcast=True)
+    return ((words >> BY) | (words << (32 - BY))).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def _bf16_pair(scale, SECOND: tl.constexpr):
     """Scale words (`pack_words`) -> two bf16 factors in the halves of int32: of the first or the second two of four blocks."""
     if SECOND:
-        scale = scale.to(tl.uint32, bitcast=True)
-        scale = ((scale << 8) | (scale >> 24)).to(tl.int32, bitcast=True)
+        scale = _turned_right(scale, 24)
     return scale & 0x7F807F80
 
 

@@ -24,6 +24,7 @@ from headrace.kernels.bench import measure_ceilings, time_graph
 from headrace.kernels.cases import generator, randn, random_fp8
 from headrace.kernels.cases.gemm import BYTES
 from headrace.kernels.check import relative_error
+from headrace.kernels.mhc import whole_reference
 from headrace.kernels.tune import usable_cores
 
 EXPERTS, TOP_K = 96, 6
@@ -53,6 +54,11 @@ class Shape:
         return BESIDE.get(self.name, 1)
 
     @property
+    def in_parts(self) -> bool:
+        """As the model asks for it: what follows adds them."""
+        return self.name == "wo_b" and self.batch <= 512
+
+    @property
     def alignment(self) -> int:
         mean = self.batch * TOP_K / self.groups
         return 16 if mean <= 8 else 32 if mean <= 24 else 64 if mean <= 56 else 128
@@ -73,18 +79,16 @@ def candidates(shape: Shape) -> list[dict]:
         tiles = [(128, 8, 3), (64, 4, 3), (128, 4, 3), (256, 16, 3), (128, 8, 4), (64, 4, 4), (128, 4, 4), (256, 8, 3)]
         found = [_config(shape.alignment, *tile, atoms, 1) for atoms in (2, 1) for tile in tiles]
         found += [_config(shape.alignment, *tile, 1, 1) for tile in [(64, 4, 6), (128, 8, 6), (256, 16, 5)]]
+        if shape.k % 512 == 0:  # an eighth fewer instructions, in three programs a processor instead of four
+            found = [_config(shape.alignment, *tile, 4, 1) for tile in [(64, 4, 2), (64, 4, 3), (128, 8, 2)]] + found
         return found + [_config(shape.alignment, *tile, 2, 0) for tile in tiles[:4]]
     if shape.kind == "bf16":  # one or a few tiles of the result: sums are split as far as that pays
         tiles = [(16, 128, 3), (16, 64, 3), (32, 64, 3), (64, 32, 3), (32, 32, 3), (16, 32, 4), (64, 64, 3), (64, 128, 3)]
         return [_config(m, n, 4, stages, 1, 0, waves) for waves in (1, 2) for m, n, stages in tiles if n < 2 * shape.n]
     if shape.batch == 64:
-        tiles = [(64, 4, 4), (128, 8, 4), (128, 4, 3), (64, 4, 6), (64, 8, 4)]
-        found = [_config(64, *tile, 1, 1, waves) for waves, tile in itertools.product((2, 1, 3), tiles)]
         # Rows are read once a tile: with 64 columns twice the weight's bytes through the second cache, with 256 half.
-        broad = [(256, 8, 3), (256, 8, 4), (128, 8, 6)]
-        found = [_config(64, *tile, 1, 1, waves) for waves in (1, 2) for tile in broad] + found
-        wide = [(64, 4, 3), (128, 8, 3), (64, 8, 3)]
-        return found + [_config(64, *tile, 2, 1, waves) for waves, tile in itertools.product((1, 2), wide)]
+        tiles = [(128, 8, 3), (64, 4, 4), (256, 16, 3), (128, 16, 3), (64, 4, 3), (256, 8, 3), (128, 8, 2)]
+        return [_config(64, *tile, 1, 1, waves) for waves, tile in itertools.product((2, 1, 3), tiles)]
     blocks = {1: (16,), 8: (16,), 256: (128, 256)}[shape.batch]
     tiles = [(128, 8, 3), (64, 4, 4), (128, 4, 3), (64, 4, 6)]
     found = [_config(m, *tile, 1, 1, waves) for waves, m, tile in itertools.product((2, 4, 1), blocks, tiles)]
@@ -156,8 +160,9 @@ class Experiment:
         if s.kind != "mxfp4":
             return [
                 lambda i=i: gemm_upcast.gemm_upcast(
-                    self.rows, weight[i], scale[i], name, side_by_side=s.beside > 1, out_dtype=self.out_dtype
-                )
+                    self.rows, weight[i], scale[i], name, side_by_side=s.beside > 1, out_dtype=self.out_dtype,
+                    in_parts=s.in_parts,
+                )  # fmt: skip
                 for i in range(self.copies)
             ]
         alignment = s.alignment if packed else 128  # as before packed formats
@@ -172,6 +177,7 @@ class Experiment:
 
     def error(self, out: torch.Tensor) -> float:
         """Of the compared groups' rows."""
+        out = whole_reference(out) if self.shape.in_parts else out
         return max(relative_error(out[rows], expected) for rows, expected in self.expected)
 
     @functools.cached_property

@@ -6,6 +6,7 @@ import torch
 
 from headrace.kernels import gemm_fp8, gemm_upcast, peers, quantize, rope
 from headrace.kernels.cases import Case, Problem, generator, randn, random_fp8
+from headrace.kernels.mhc import whole_reference
 from headrace.kernels.routing import permute, plan_choices
 from headrace.kernels.swiglu import swiglu
 
@@ -45,6 +46,8 @@ def cases() -> Iterator[Case]:
         for m, fp8 in [(3, False), (20, name != "bf16")]:
             yield upcast(name, m, 80, 512, fp8, "small")
         yield upcast(name, 3, 32, 1536, False, "small")  # a sum of six parts under the interpreter
+        yield upcast_in_parts(name, 3, 80, 1536, "small")
+        yield upcast_in_parts(name, 64, 1120, 2304, "full")
         yield upcast(name, 5, 64, 256, False, "small", batch_invariant=True)
         yield upcast_grouped(name, 3, 64, 256, "small", masked=False)
         yield upcast_grouped(name, 3, 64, 256, "small", masked=True)
@@ -96,6 +99,27 @@ def upcast(name: str, m: int, n: int, k: int, fp8: bool, size: str, timed: bool 
         "gemm_upcast", f"{name} {m}x{n}x{k}" + " fp8 rows" * fp8 + " batch_invariant" * batch_invariant, build, 6e-3, size,
         timed,        flops=2.0 * m * n * k, bytes=n * k * BYTES[name] + m * k * 2 + m * n * 2, ceiling=kind,
     )  # fmt: skip
+
+
+def upcast_in_parts(name: str, m: int, n: int, k: int, size: str) -> Case:
+    """A split sum whose parts another adds, bit for bit as if it had been added here."""
+
+    def build(device: torch.device, seed: int) -> Problem:
+        weight, _ = _small_weight(name, (n, k), device, seed)
+        x, _ = _rows_of(m, k, False, device, seed + 1)
+
+        def added() -> torch.Tensor:
+            parts = gemm_upcast.gemm_upcast(x, *weight, in_parts=True)
+            if parts.dim() != 3 or len(parts) < 2:
+                raise ValueError(f"the sum was not split: {tuple(parts.shape)}")
+            return whole_reference(parts)
+
+        def whole() -> torch.Tensor:  # not rounded in the kernel: the interpreter would cut the bits off
+            return gemm_upcast.gemm_upcast(x, *weight, out_dtype=torch.float32).to(torch.bfloat16)
+
+        return Problem(run=added, reference=whole)
+
+    return Case("gemm_upcast in parts", f"{name} {m}x{n}x{k}", build, 0.0, size)
 
 
 def upcast_grouped(

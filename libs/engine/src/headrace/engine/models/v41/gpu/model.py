@@ -50,8 +50,9 @@ from .weights import Attention, Experts, Layer, Mix, Weight
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)  # rows that a decode graph may have; above, the next multiple of 256
 FEW = 4096  # rows for which a constant is kept
 # What can be launched by itself, for `bench --apart`: SwiGLU, RoPE of queries, combining experts' rows before mHC's pass,
-# copying rows to where experts multiply them, the second half of their plan. The result is the same.
-APART = ("swiglu", "rope", "combine", "gather", "plan")
+# copying rows to where experts multiply them, the second half of their plan. "parts": the output projection adds those of its
+# sum itself. The result is the same.
+APART = ("swiglu", "rope", "combine", "gather", "parts", "plan")
 LONGEST = 8  # rows of a piece that go through the ring; a longer piece gets a line of its own
 
 
@@ -471,13 +472,14 @@ class V41Gpu:
         return rope(attn.wq(qr, invariant=self.batch_invariant).view(-1, c.num_attention_heads, c.head_dim), *phases)
 
     def _project(self, attn: Attention, out: torch.Tensor) -> torch.Tensor:
-        """[padded, H, D] -> [padded, d]: per group of heads, then all groups."""
+        """[padded, H, D] -> [padded, d], or parts of it for mHC's pass: per group of heads, then all groups."""
         c, rows, first = self.config, out.shape[0], attn.wo_a
         low = gemm_upcast(
             out.view(rows, c.o_groups, -1), first.data, first.scale, first.name, batch_invariant=self.batch_invariant,
             side_by_side=True,
         )  # fmt: skip
-        return attn.wo_b(low.view(rows, -1), invariant=self.batch_invariant)
+        in_parts = "parts" not in self.apart and rows <= SIZES[-1]
+        return attn.wo_b(low.view(rows, -1), invariant=self.batch_invariant, in_parts=in_parts)
 
     def _write_source(
         self, index: int, attn: Attention, u: torch.Tensor, rows: GpuRows, kv: KVPool, states: GpuStatePool
