@@ -14,7 +14,8 @@ from headrace.engine.speculation import (
     CLOSED_STEPS,
     GATE_STEPS,
     PLAIN_STEPS,
-    PROBE_STEPS,
+    PROBE_SHARE,
+    PROBES,
     Costs,
     Options,
     Ready,
@@ -275,26 +276,80 @@ def test_step_times_take_turns_and_never_fall_with_more_rows():
     }  # fmt: skip
 
 
-def test_drafting_stops_where_it_costs_more_than_it_brings_and_is_tried_again():
-    speculator, one = Speculator(Options(5), costs(draft=10.0)), sequence("a")
-    speculator.lengths([Ready(one, 0)], 100)
-    assert not speculator.pays(1, 1) and speculator.wants([one]) == []
-    for _ in range(PROBE_STEPS):
-        speculator.lengths([Ready(one, 0)], 100)
-    assert speculator.wants([one]) == [one]
-    one.draft.tokens, one.draft.confidence, one.draft.survival = [7], [-4.6], [0.01]
-    assert speculator.lengths([Ready(one, 1)], 100) == [1], "a probe verifies, or nothing would be learned"
+def test_the_first_run_of_all_which_compiles_leaves_the_time_for_measuring(monkeypatch):
+    """Else the curve of a machine's first engine had one point, and drafts cost nothing by it."""
+    now, calls = [0.0], []
+
+    def work(size: int) -> None:
+        now[0] += 0.01 * size if calls else 100.0
+        calls.append(size)
+
+    monkeypatch.setattr("headrace.engine.stepcurve.time.monotonic", lambda: now[0])
+    assert _curve([1, 2, 4], work, 3.0, lambda: now[0]) == pytest.approx({1: 0.01, 2: 0.02, 4: 0.04})
+
+
+def stepped(speculator: Speculator, many: list[seq.Sequence], accepted: int, confidence: dict[str, float]) -> list[str]:
+    """One whole step, each verifying what it is given; who drafts behind it. `accepted`: of each one's drafts at most."""
+    lengths = speculator.lengths([Ready(one, len(one.draft.tokens)) for one in many], 1000)
+    verified = [one.draft.tokens[:n] for one, n in zip(many, lengths, strict=True)]
+    plan = seq.Plan(samples=[seq.Sample(one, i, 4, drafts) for i, (one, drafts) in enumerate(zip(many, verified, strict=True))])
+    wanted = speculator.wants(many)
+    result = seq.Result(tokens=[[seq.Chosen(7)] * (min(n, accepted) + 1) for n in lengths])
+    result.proposals = {one: seq.Proposal([7] * 5, [confidence[one.name]] * 5) for one in wanted}
+    speculator.settle(plan, result, many)
+    return sorted(one.name for one in wanted)
+
+
+def test_drafting_stops_where_it_costs_more_than_it_brings_and_is_tried_again_for_a_small_share_of_the_time():
+    """A step takes 1 second, one with drafts 10 more: never worth it, however well they stand."""
+    speculator, many = Speculator(Options(5), costs(draft=10.0)), [sequence(str(i)) for i in range(8)]
+    tries = []
+    for step in range(10_001):
+        tries += [(step, name) for name in stepped(speculator, many, 5, dict.fromkeys("01234567", 5.0))]
+    assert len({name for _, name in tries}) == 8, "those who have waited longest take their turn"
+    steps = sorted({step for step, _ in tries})
+    assert len(tries) == PROBES * len(steps)
+    assert 0.8 * PROBE_SHARE < 10.0 * len(steps) / 10_000 < 1.1 * PROBE_SHARE
+    assert steps[-1] < 10_000
+    assert sum(speculator.counts["verified"]) == PROBES * len(steps), "a try verifies, or nothing would be learned"
 
 
 def test_a_few_among_many_do_not_draft_where_that_costs_the_others_more():
     """A draft of one sequence takes as long as one of all here: all gain by it, one does not make up for it."""
     speculator = Speculator(Options(5), Costs(StepCurve({1: 1.0, 101: 3.0}), StepCurve({1: 0.5})))
     many = [sequence(str(i)) for i in range(16)]
-    assert speculator.pays(16, 16) and not speculator.pays(16, 1)
     assert speculator.wants(many) == many
     for one in many[1:]:
-        one.draft.closed_until = 10
+        one.draft.hope = [0.05, 0.0, 0.0, 0.0, 0.0]
     assert speculator.wants(many) == []
+
+
+def test_those_whose_own_blocks_promise_little_are_left_out_and_the_others_go_on():
+    """On a curve where every row and every drafting sequence costs: half of the batch drafts well, half never does."""
+    curve = Costs(StepCurve({1: 1.0, 101: 3.0}), StepCurve({1: 0.1, 16: 0.8}))
+    speculator, many = Speculator(Options(5, exact=True), curve), [sequence(str(i)) for i in range(10, 26)]
+    confidence = {one.name: 4.0 if i % 2 else -4.0 for i, one in enumerate(many)}
+    history = [stepped(speculator, many, 5, confidence) for _ in range(120)]
+    good = sorted(name for name, z in confidence.items() if z > 0)
+    assert history[0] == sorted(confidence), "nothing is known of anybody"
+    assert [wanted for wanted in history[20:] if not set(good) <= set(wanted)] == []
+    assert sum(wanted == good for wanted in history[20:]) > 80
+
+
+@pytest.mark.parametrize(("row", "goes_on"), [(0.001, True), (0.02, False)])
+def test_at_the_gate_a_sequence_is_held_to_what_its_own_drafts_brought(row, goes_on):
+    """One of nine brings one draft of five, where its confidences promise all. Where rows are cheap that pays all the same."""
+    speculator, many = Speculator(Options(5, exact=True), costs(row=row)), [sequence(str(i)) for i in range(9)]
+    one, surely = many[0], {str(i): 5.0 for i in range(9)}
+    for _ in range(30):
+        stepped(speculator, many, 5, surely)
+    assert speculator.gated == 0 and speculator.wants(many) == many
+    for _ in range(4 * GATE_STEPS):
+        speculator._judge(seq.Sample(one, 0, 4, one.draft.tokens), 1, 1)
+    assert speculator.gated == 4 and one.draft.kept / one.draft.promised < 0.4
+    assert (one in speculator.wants(many)) == goes_on
+    speculator.step = one.draft.closed_until
+    assert one in speculator.wants(many), "for a while"
 
 
 def test_nobody_drafts_for_the_last_token():

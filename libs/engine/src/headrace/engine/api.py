@@ -51,7 +51,7 @@ class EngineConfig:
     draft_calibration: str = "auto"
     confidence_normed: bool | None = None  # the confidence head reads the normed hidden vector; None: as config.json says
     async_scheduling: bool = True  # a step may be planned while the one before it runs
-    rollback_gate: float = 0.3  # a sequence with a larger share of rejected drafts in 3 steps running pauses; 1: never
+    rollback_gate: float = 0.3  # with more drafts rejected in 3 steps running a sequence pauses, unless it pays; 1: never
 
     def check(self, keep_rows: int = 0) -> None:
         """ValueError names the field, its value and what it must be. keep_rows: of the model's cache (0 in class `exact`)."""

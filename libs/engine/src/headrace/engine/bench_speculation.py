@@ -41,7 +41,7 @@ SLICE = 8  # steps at a turn
 WARM_UP = 24  # steps that do not count: the scheduler learns what drafts are worth here
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
-    "full": {"speculative": "dspark", "draft_budget": 1 << 30},
+    "full": {"speculative": "dspark", "draft_budget": 1 << 30, "rollback_gate": 1.0},
     "scheduled": {"speculative": "dspark", "draft_budget": None},
 }
 
@@ -250,7 +250,7 @@ def _engine(model, size: int, args: argparse.Namespace, config: dict, prompt: in
     rows = max(2048, 8 * size + args.prompt)
     options = api.EngineConfig(
         num_blocks=blocks, max_num_seqs=size, max_num_batched_tokens=rows, prefix_caching=False,
-        rollback_gate=args.rollback_gate, draft_calibration=args.calibration, **config,
+        draft_calibration=args.calibration, **{"rollback_gate": args.rollback_gate} | config,
     )  # fmt: skip
     core = EngineCore(model, options)
     if args.profile and config:

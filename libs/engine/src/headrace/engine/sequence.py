@@ -51,8 +51,13 @@ class Draft:
     confidence: list[float] = field(default_factory=list)  # the logits that it comes from
     survival: list[float] = field(default_factory=list)  # of each: the probability that it and all before it are accepted
     older: list[float] = field(default_factory=list)  # the same of the block before: a budget is made from these
+    hope: list[float] = field(default_factory=list)  # survival averaged over its newest blocks; none yet: empty
+    blocks: int = 0  # that were proposed
+    seen: int = 0  # the step that proposed the newest one
+    promised: float = 0.0  # of drafts verified lately, how many its confidences let expect, and how many became output
+    kept: float = 0.0
     bad_steps: int = 0  # in a row, with more rejections than the gate lets pass
-    closed_until: int = 0  # the step in which drafting begins again
+    closed_until: int = 0  # the step in which the gate opens again
 
 
 @dataclass(slots=True, eq=False)

@@ -12,8 +12,10 @@ drafts before j only. a(r, j) does (the confidence head reads the token before).
     runs (and proposes) has no new ones, and makes it from the older blocks always;
   * the budget is handed out to the new blocks by a(r, j), highest first; a(r, j + 1) <= a(r, j) keeps prefixes whole.
 
-Three things stop drafting: a sequence whose drafts keep failing (the gate), a batch so large that drafting costs more than it
-brings (`pays`), and `max_tokens`. All of them look at the past only.
+Who gets new drafts is chosen for the batch as a whole, by the past only: as many of the most hopeful sequences as make most
+tokens a second, perhaps none (`_how_many`). What a sequence may hope for is what its own blocks promised lately, and at the
+gate, where too many of its drafts failed, what they brought. Those left out are tried again out of a small share of all time.
+With a fixed budget nothing is weighed: all draft but those at the gate.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ from .calibration import Calibration
 
 GATE_STEPS = 3  # in a row with too many rejections: the gate closes
 CLOSED_STEPS = 32  # ... for so many steps
-# Without a verified draft for so many steps, so many sequences try, to learn whether times have changed; each vain try makes
-# the next one come twice as late.
-PROBE_STEPS, LATEST_PROBE, PROBES = 64, 1024, 4
+PROBES, PROBE_SHARE = 4, 0.005  # sequences that try their luck at a time, and the share of all time that this may take
 PLAIN_STEPS = 1024  # with drafts, after which one goes without: what that costs must stay known
 SLOW = 0.05  # weight of a new time in averages
 SPEED, LOCAL, UNEVEN = 0.15, 0.05, 0.02  # of a time's error: by which a whole curve moves, its points next to it, `uneven`
 GUESS, FAITH, MEMORY = 3, 20, 4000  # blocks that first guesses count for: at confidences, at their worth; what is remembered
+RECENT, LATELY = 32, 8  # a sequence's blocks whose promises are remembered, and those whose outcome is
+FRESH = 200  # sequences that `typical` remembers
 OUTLIER = 2.0  # a measurement counts as at most so many times what was expected: somebody else may have had the processor
 COUNTS = ("drafted", "verified", "accepted", "pruned")  # by position in a block; pruned: drafted, not verified
 
@@ -226,16 +228,15 @@ class Speculator:
     tokens: int = 0  # chosen in steps that verified drafts
     windows: int = 0  # sequences' steps that verified drafts
     gated: int = 0  # times that the gate closed
-    typical: list[float] = field(init=False)  # survival by position, averaged over all blocks
+    typical: list[float] = field(init=False)  # survival by position, averaged over sequences, those that draft little too
     _promised: float = 1.0  # of verified drafts, how many the confidences let expect and how many became output: averages
     _kept: float = 1.0
     _spread: float = 1.0  # of those that stood, averaged: the variance
-    _blocks: int = 0  # drafted
-    _patience: int = PROBE_STEPS
+    _drafting: int = 0  # sequences that have drafted
+    _saved: float = 0.0  # seconds that may go into trying
     _probing: bool = False
     _fitted: list[float] = field(default_factory=list)
     _fitted_at: int = 1  # windows, when they were fitted
-    _verified_at: int = 0  # the last step with a verified draft
     _plain_at: int = 0  # the last step without any
 
     def __post_init__(self) -> None:
@@ -261,7 +262,7 @@ class Speculator:
     def budget(self, ready: Sequence[Ready], spare: int) -> int:
         """How many drafts the coming step verifies in all, where they are proposed while it is planned: made from the blocks
         before them, which the step under way settles. `deal` then says which they are."""
-        survival = [(entry.sequence.draft.survival or self.typical)[: entry.most] for entry in ready]
+        survival = [self._hope(entry.sequence)[: entry.most] for entry in ready]
         return self._step(survival, spare, early=False)
 
     def deal(self, confidence: Sequence[Sequence[float]], budget: int) -> list[int]:
@@ -275,15 +276,12 @@ class Speculator:
             self._plain_at = self.step
             return 0
         most = sum(map(len, survival))
-        budget = min(self._budget(survival, most, early and self.stops_early), most, spare)
-        if budget:
-            self._verified_at = self.step
-        return budget
+        return min(self._budget(survival, most, early and self.stops_early), most, spare)
 
     def _budget(self, survival: list[list[float]], most: int, early: bool) -> int:
         if self.options.budget is not None:
             return self.options.budget
-        if self._probing or self.step - self._verified_at >= self._patience:
+        if self._probing:
             self._probing = False
             return PROBES
         sequences, drafting = len(survival), sum(map(bool, survival))  # again as many, as far as is known
@@ -298,16 +296,53 @@ class Speculator:
 
     def wants(self, sampled: Sequence[seq.Sequence]) -> list[seq.Sequence]:
         """Who of those that get a token in this step is to get new drafts behind it."""
-        if self.options.budget is None and self.step - self._plain_at >= PLAIN_STEPS:
+        may = [s for s in sampled if not self._ends(s)]
+        if self.options.budget is not None:
+            return [s for s in may if s.draft.closed_until <= self.step]
+        if self.step - self._plain_at >= PLAIN_STEPS:
             return []
-        open_ = [s for s in sampled if s.draft.closed_until <= self.step and not self._ends(s)]
-        if open_ and self.pays(len(sampled), len(open_)):
-            self._patience = PROBE_STEPS
-            return open_
-        if not open_ or self.step - self._verified_at < self._patience:
+        may.sort(key=lambda s: -sum(self._hope(s)) * self._trust_in(s))
+        count = self._how_many(len(sampled), may)
+        return may[:count] + self._tries(len(sampled), count, may[count:])
+
+    def _how_many(self, sequences: int, ranked: Sequence[seq.Sequence]) -> int:
+        """How many, the first of `ranked`, should draft in a step of `sequences` for most tokens a second, if all of them
+        verify equally many. In doubt they do: who drafts learns what drafts are worth, who stopped by mistake does not."""
+        best, at = sequences / self.costs.step(sequences, 0)(sequences), 0
+        stand = [0.0] * self.options.block  # by position, of all so far
+        for count, one in enumerate(ranked, 1):
+            trust = self._trust_in(one) + self._doubt
+            stand = [all_ + a * trust for all_, a in zip(stand, self._hope(one), strict=True)]
+            if count % (1 << max(0, count.bit_length() - 4)) and count < len(ranked):
+                continue  # eight numbers between one and its double do
+            seconds, tau = self.costs.step(sequences, count, even=count == sequences), float(sequences)
+            for length, more in enumerate(stand, 1):
+                tau += more
+                if (rate := tau / seconds(sequences + count * length)) > best:
+                    best, at = rate, count
+        return at
+
+    def _tries(self, sequences: int, drafting: int, others: Sequence[seq.Sequence]) -> list[seq.Sequence]:
+        """Who drafts to learn whether times have changed: those longest without, when enough is saved for what it costs."""
+        chosen = sorted(others, key=lambda s: s.draft.seen)[:PROBES]
+        if not chosen:
             return []
-        self._patience, self._probing = min(2 * self._patience, LATEST_PROBE), True
-        return open_[:PROBES]
+        step = self.costs.step(sequences, drafting)(sequences)
+        price = max(0.0, self.costs.step(sequences, drafting + len(chosen))(sequences + PROBES) - step)
+        self._saved = min(self._saved + PROBE_SHARE * step, price)
+        if self._saved < price:
+            return []
+        self._saved, self._probing = 0.0, not drafting  # where nobody else drafts they verify, or `trust` would learn nothing
+        return chosen
+
+    def _hope(self, sequence: seq.Sequence) -> list[float]:
+        """Survival by position that may be expected of its next block."""
+        return sequence.draft.hope or self.typical
+
+    def _trust_in(self, sequence: seq.Sequence) -> float:
+        """What its confidences are worth: what those of all are, and at the gate what its own were lately."""
+        draft = sequence.draft
+        return draft.kept / draft.promised if draft.closed_until > self.step else self.trust
 
     @staticmethod
     def _ends(sequence: seq.Sequence) -> bool:
@@ -315,25 +350,15 @@ class Speculator:
         before = max(0, sequence.pending - 1)  # tokens of a step under way
         return sequence.max_len - len(sequence.ids) - before <= 2
 
-    def pays(self, sequences: int, drafting: int) -> bool:
-        """Whether a step of so many sequences, of which `drafting` may, makes more tokens a second with drafts than without, by
-        what is typical. In doubt it does: who drafts learns what drafts are worth, who stopped by mistake does not. A few among
-        many bring few tokens, and their draft costs nearly as much as that of many."""
-        if self.options.budget is not None:
-            return True
-        with_draft, without = self.costs.step(sequences, drafting, drafting == sequences), self.costs.step(sequences, 0)
-        least, tau = sequences / without(sequences), float(sequences)
-        doubt = math.sqrt(self._spread * _weight(self.windows, FAITH)) / self._promised  # one standard error of `trust`
-        for length, a in enumerate(self.typical, 1):
-            tau += drafting * a * (self.trust + doubt)
-            if tau / with_draft(sequences + drafting * length) > least:
-                return True
-        return False
-
     @property
     def trust(self) -> float:
         """What a confidence is worth here: drafts that stood per draft that was promised, lately."""
         return self._kept / self._promised
+
+    @property
+    def _doubt(self) -> float:
+        """One standard error of `trust`."""
+        return math.sqrt(self._spread * _weight(self.windows, FAITH)) / self._promised
 
     # ------------------------------------------------------------ behind a step
 
@@ -348,7 +373,6 @@ class Speculator:
                 self.counts["verified" if place < len(sample.drafts) else "pruned"][place] += 1
             if sample.drafts and chosen:
                 self._judge(sample, len(chosen) - 1, useful - 1)
-        self._blocks += len(result.proposals)
         for sequence in running:
             draft, proposal = sequence.draft, result.proposals.get(sequence)
             draft.older = draft.survival
@@ -356,14 +380,22 @@ class Speculator:
             if proposal is not None:
                 draft.tokens, draft.confidence = proposal.tokens, proposal.confidence
                 draft.survival = survival_of(proposal.confidence, self.options.temperatures)
-                for place, a in enumerate(draft.survival):
-                    self.counts["drafted"][place] += 1
-                    self.typical[place] += _weight(self._blocks, GUESS) * (a - self.typical[place])
+                self._learn(draft)
         decodes_only = len(plan.samples) == len(plan.rows) == plan.rows_planned - plan.draft_rows > 0
         whole = not (result.gone or result.failed or result.astray)  # else fewer rows ran than were planned, perhaps none
         if self.costs is not None and decodes_only and whole and not plan.restore:
             even = len({len(sample.drafts) for sample in plan.samples}) == 1
             self.costs.observe(plan.rows_planned, len(result.proposals), result.seconds, plan.draft_rows > 0, even)
+
+    def _learn(self, draft: seq.Draft) -> None:
+        """From a new block."""
+        if not draft.hope:
+            self._drafting, draft.hope = self._drafting + 1, list(self.typical)
+        draft.blocks, draft.seen = draft.blocks + 1, self.step
+        draft.hope = _moved(draft.hope, draft.survival, _weight(draft.blocks, 1, RECENT))
+        self.typical = _moved(self.typical, draft.survival, _weight(self._drafting, GUESS, FRESH) / draft.blocks)
+        for place in range(len(draft.tokens)):
+            self.counts["drafted"][place] += 1
 
     def _judge(self, sample: seq.Sample, accepted: int, useful: int) -> None:
         """`useful`: of the accepted drafts, those that are output."""
@@ -374,9 +406,12 @@ class Speculator:
         for place in range(accepted):
             self.counts["accepted"][place] += 1
         weight = _weight(self.windows, FAITH)
-        self._promised += weight * (sum(draft.survival[:verified]) - self._promised)
+        promised = sum(draft.survival[:verified])
+        self._promised += weight * (promised - self._promised)
         self._spread += weight * ((useful - self._kept) ** 2 - self._spread)
         self._kept += weight * (useful - self._kept)
+        draft.promised += promised - draft.promised / LATELY
+        draft.kept += useful - draft.kept / LATELY
         if (verified - accepted) / verified <= self.options.gate:
             draft.bad_steps = 0
             return
@@ -408,6 +443,10 @@ class Speculator:
         return out
 
 
-def _weight(count: int, guess: int) -> float:
+def _weight(count: int, guess: int, memory: int = MEMORY) -> float:
     """Of the newest of `count` values in an average that began as a guess: a plain average at first, then one that forgets."""
-    return 1 / min(count + guess, MEMORY)
+    return 1 / min(count + guess, memory)
+
+
+def _moved(known: Sequence[float], values: Sequence[float], weight: float) -> list[float]:
+    return [old + weight * (new - old) for old, new in zip(known, values, strict=True)]

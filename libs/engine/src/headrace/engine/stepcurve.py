@@ -17,19 +17,19 @@ from .runner import Runner
 from .windows import LOOK_BACK
 
 REPEATS = 5  # timed runs of a size, after one that is not; the fastest counts: others have a share of somebody else's work
-LIMIT = 6.0  # seconds for all of it: sizes that do not fit in are left to the last line of the curve
+# Seconds for a curve, behind its first run (a machine's very first one compiles the CPU's loops): sizes that do not fit in are
+# left to the last line of the curve.
+LIMIT = 3.0
 
 
 @torch.inference_mode()
 def measure(runner: Runner, slots: int, most_rows: int, block: int) -> tuple[dict[int, float], dict[int, float]]:
     """(rows -> seconds of a forward pass and its logits, sequences -> seconds of a draft step)."""
-    end = time.monotonic() + LIMIT
     rows = _sizes(min(slots * (block + 1), most_rows))
-    half = time.monotonic() + LIMIT / 2
-    forward = _curve(rows, lambda size: _forward(runner, slots, size), half, runner.clock)
+    forward = _curve(rows, lambda size: _forward(runner, slots, size), LIMIT, runner.clock)
     sequences = [size for size in _sizes(slots) if size <= max(forward)]
     _forward(runner, slots, max(sequences))  # one row each
-    draft = _curve(sequences, lambda size: _draft(runner, size), end, runner.clock)
+    draft = _curve(sequences, lambda size: _draft(runner, size), LIMIT, runner.clock)
     for slot in range(slots):
         runner.states.reset(slot)
     return forward, draft
@@ -44,7 +44,7 @@ def _sizes(most: int) -> list[int]:
     return sorted(sizes)
 
 
-def _curve(sizes: list[int], work: Callable[[int], None], end: float, clock: Callable[[], float]) -> dict[int, float]:
+def _curve(sizes: list[int], work: Callable[[int], None], limit: float, clock: Callable[[], float]) -> dict[int, float]:
     """The sizes take turns, so that a slow moment of the machine meets all of them; and more never takes less, so what is above
     the time of a larger size is noise."""
     out: dict[int, float] = {}
@@ -54,6 +54,8 @@ def _curve(sizes: list[int], work: Callable[[int], None], end: float, clock: Cal
         work(size)
         return clock() - began
 
+    work(sizes[0])
+    end = time.monotonic() + limit
     for size in sizes:
         work(size)
         out[size] = timed(size)

@@ -57,7 +57,7 @@ class WorkerSettings(Settings):
         Literal["config", "raw", "normed"], Meta(description="the hidden vector it reads; config: what config.json says")
     ] = "config"
     rollback_gate: Annotated[
-        float, Meta(ge=0, le=1, description="a request whose share of rejected drafts is above it pauses drafting; 1: never")
+        float, Meta(ge=0, le=1, description="a request that loses more of its drafts pauses them, unless they pay; 1: never")
     ] = 0.3
     device: Annotated[str, Meta(description="cpu or cuda")] = "cpu"
     threads: Annotated[
