@@ -41,7 +41,7 @@ SLOW = 0.05  # weight of a new time in averages
 SPEED, LOCAL, UNEVEN = 0.15, 0.05, 0.02  # of a time's error: by which a whole curve moves, its points next to it, `uneven`
 GUESS, FAITH, MEMORY = 3, 20, 4000  # blocks that first guesses count for: at confidences, at their worth; what is remembered
 RECENT, LATELY = 32, 8  # a sequence's blocks whose promises are remembered, and those whose outcome is
-FRESH = 200  # sequences that `typical` remembers
+FRESH, OTHERS = 200, 8.0  # sequences that `typical` remembers; drafts of all that count beside a sequence's own at the gate
 OUTLIER = 2.0  # a measurement counts as at most so many times what was expected: somebody else may have had the processor
 COUNTS = ("drafted", "verified", "accepted", "pruned")  # by position in a block; pruned: drafted, not verified
 
@@ -340,9 +340,12 @@ class Speculator:
         return sequence.draft.hope or self.typical
 
     def _trust_in(self, sequence: seq.Sequence) -> float:
-        """What its confidences are worth: what those of all are, and at the gate what its own were lately."""
+        """What its confidences are worth: what those of all are, and at the gate what its own were lately, beside a few of all:
+        two unlucky blocks are not the truth."""
         draft = sequence.draft
-        return draft.kept / draft.promised if draft.closed_until > self.step else self.trust
+        if draft.closed_until <= self.step:
+            return self.trust
+        return (draft.kept + OTHERS * self.trust) / (draft.promised + OTHERS)
 
     @staticmethod
     def _ends(sequence: seq.Sequence) -> bool:
