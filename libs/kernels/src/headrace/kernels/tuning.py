@@ -122,13 +122,12 @@ def _gemm_words(name: str, m: int, n: int, k: int, batch_invariant: bool) -> dic
     """mxfp4: measured at 1 to 16 and 256 rows of an expert; fp8: at 64 and 256 rows, otherwise only inside a whole step.
 
     At 64 rows a tile of 64 columns reads two bytes of rows, from the second cache, for each byte of weights; one of 128, one.
-    With 8 warps the wider tile takes 127 registers, so that two programs share a processor. Not on a card yet; taken where the
-    sum is not split or its parts are added elsewhere: n of 8,192 and more, and the second output projection.
+    With 8 warps the wider tile takes 127 registers, so that two programs share a processor; it wins where the sum is not split.
     """
     mxfp4 = name == "mxfp4_words"
     shared = {"ATOMS": 2 if mxfp4 and m <= 32 and not batch_invariant else 1, "PAIRS": int(has_bf16_pairs()), "STAGES": 3}
-    if not batch_invariant and not mxfp4 and 32 < m <= 64 and (n >= 8192 or n * k >= 1 << 25):
-        return shared | {"BLOCK_M": 64, "BLOCK_N": 128, "WAVES": 2, "num_warps": 8}
+    if not batch_invariant and not mxfp4 and 32 < m <= 64 and n >= 8192:
+        return shared | {"BLOCK_M": 64, "BLOCK_N": 128, "WAVES": 3, "num_warps": 8}
     if not batch_invariant and not mxfp4 and 32 < m <= 64:
         waves = 1 if n > 1024 and n * k < 10_000_000 else 2  # 1,024 columns: eight such products side by side
         return shared | {"BLOCK_M": 64, "BLOCK_N": 64, "WAVES": waves, "STAGES": 4, "num_warps": 4}
