@@ -110,7 +110,7 @@ def gemm_upcast(name: str, m: int, n: int, k: int, batch_invariant: bool) -> dic
     if m <= 64:
         if name == "mxfp4":
             return {"BLOCK_M": 64, "BLOCK_N": 64, "WAVES": 3, "STAGES": 3, "num_warps": 4}
-        if name == "bf16" and n <= 2048:  # gates, compressors: one program adds a tile's parts. Not on a card yet
+        if name == "bf16" and n <= 2048:  # gates, compressors: one program adds a tile's parts
             return {"BLOCK_M": 16 if n <= 128 else 32, "BLOCK_N": 64, "WAVES": 1, "STAGES": 3, "num_warps": 4}
         return {"BLOCK_M": 64, "BLOCK_N": 128, "WAVES": 1, "STAGES": 3, "num_warps": 8}
     if m < 160 or name == "bf16" or (name == "mxfp4" and m >= 1024):
