@@ -235,6 +235,23 @@ def test_the_drafts_bench_runs_the_whole_engine_three_ways():
     assert row["length_none"] == 1.0 and 1.5 < row["length_full"] < 5.5  # 3.4 are expected
 
 
+def test_the_policy_can_be_looked_at_on_times_that_were_measured_before(tmp_path, capsys):
+    """A draft that always stands is worth its time on that machine, one that never does is not."""
+    lines = [{"card": "X"}, {"curve": "forward", "rows": 1, "ms": 3.0}]
+    lines += [{"curve": "forward", "rows": 99, "computed": 96, "ms": 8.0}]
+    path = tmp_path / "curves.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(SystemExit):
+        bench_drafts.main(["--curves", str(path)])
+    assert "has no line of the curve draft" in capsys.readouterr().err
+    path.write_text(path.read_text() + json.dumps({"curve": "draft", "sequences": 1, "ms": 1.0}))
+    assert bench_drafts.read_curves(path) == ({1: 0.003, 96: 0.008}, {1: 0.001})
+    for chance, better in (("0.97", "full"), ("0.03", "none")):
+        assert bench_drafts.main(["--curves", str(path), "--batch", "1", "--profile", ",".join([chance] * 5), "--json"]) == 0
+        row = json.loads(capsys.readouterr().out.splitlines()[0])
+        assert row["scheduled"] > 0.95 * row[better] and max(row["none"], row["full"]) == row[better]
+
+
 @pytest.mark.parametrize("rows", [1, 16, 33, 100, 200, 400, 1000, 5000])
 def test_a_tile_of_experts_is_no_taller_than_what_their_rows_are_aligned_to(rows, monkeypatch):
     """Else rows of a second expert in the tile would be left out. The tables of the card, not those of the interpreter."""

@@ -6,16 +6,20 @@ The model is that of `bench` with the draft's stages: random weights, released d
 Acceptance is by lot: draft i stands with profile[i], give or take a spread, if those before it do, and the confidence head
 tells exactly that. First the step curve is measured on the device at the given context (a forward pass with its logits by rows,
 a draft by sequences, as a caller sees them who waits). Then `speculation_sim` runs the engine's policy on a clock that takes
-what was measured, which the policy sees too. With --engine the whole engine runs, drafts, verification and sampling included,
-and only the decision who stands is replaced (`headrace.engine.bench_speculation`); there the host's work counts.
+what was measured, which the policy sees too; with --curves FILE, what an earlier run measured (the lines of its --json that
+have a `curve`), without a device. With --engine the whole engine runs, drafts, verification and sampling included, and only the
+decision who stands is replaced (`headrace.engine.bench_speculation`); there the host's work counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +27,12 @@ import torch
 from .... import bench as engine_bench
 from .... import bench_speculation
 from ....speculation import StepCurve
-from ....speculation_sim import BUDGETS, PROFILES, Machine, throughput
+from ....speculation_sim import BUDGETS, PROFILES, Machine, Profile, throughput
 from .bench import RELEASED, SMALL, Rows, Steps, arguments_for, balance, build, configure, device_of, forget, numbers, wait
 from .model import V41Gpu
 
 Curve = dict[int, float]
+LOTS = 5  # seeds of the policy's draws: one alone is off by 2 % and more where a draft hardly pays
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536)  # rows of a graph
 
 
@@ -75,11 +80,38 @@ def _seconds(model: V41Gpu, work: Callable[[], Any], times: int) -> float:
     return min(spans[1:])
 
 
-def policy(forward: Curve, draft: Curve, profile: list[float], batch: int) -> dict[str, float]:
-    """Tokens a second of the three ways on what was measured."""
-    machine = Machine(StepCurve(forward), StepCurve(draft))
-    rate = {way: throughput(way, machine, profile, batch) for way in BUDGETS}
-    return rate | {"of_best": rate["scheduled"] / max(rate["none"], rate["full"])}
+def read_curves(path: Path) -> tuple[Curve, Curve]:
+    """`curves` of an earlier run, from its --json lines. ValueError: there are none of one of the two."""
+    found: dict[str, Curve] = {"forward": {}, "draft": {}}
+    for line in path.read_text("utf-8").splitlines():
+        row = json.loads(line)
+        if "ms" in row and row.get("curve") in found:
+            size = row.get("computed", row.get("rows")) if row["curve"] == "forward" else row["sequences"]
+            found[row["curve"]][size] = row["ms"] / 1e3
+    if missing := [name for name, curve in found.items() if not curve]:
+        raise ValueError(f"{path} has no line of the curve {' nor '.join(missing)}; it should be what --json printed")
+    return found["forward"], found["draft"]
+
+
+def policy(forward: Curve, draft: Curve, profiles: list[Profile], batch: int) -> dict[str, float]:
+    """Tokens a second of the three ways on what was measured, and the schedule's share of the better of the others: medians."""
+    runs = []
+    for seed in range(LOTS):
+        machine = Machine(StepCurve(forward), StepCurve(draft))
+        rate = {way: throughput(way, machine, profiles, batch, seed=seed) for way in BUDGETS}
+        runs.append(rate | {"of_best": rate["scheduled"] / max(rate["none"], rate["full"])})
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def policies(forward: Curve, draft: Curve, options: argparse.Namespace, rows: Rows) -> float:
+    """A row for each profile and batch; the worst of them, as a share of the better of drafting never and always."""
+    profiles = {"given": [options.profile]} if options.profile else PROFILES
+    worst = 9.9
+    for label, chances in profiles.items():
+        for batch in options.batch:
+            row = rows.add({"policy": label, "batch": batch}, lambda p=chances, b=batch: policy(forward, draft, p, b))
+            worst = min(worst, row.get("of_best", 9.9))
+    return worst
 
 
 def by_lot(prompt: int, seconds: float, profile: list[float]) -> argparse.Namespace:
@@ -101,12 +133,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser = arguments_for("headrace.engine.models.v41.gpu.bench_drafts", __doc__)
     parser.add_argument("--batch", type=numbers, default=[1, 8, 32, 64, 128, 256], help="sequences (default: 1 to 256)")
     parser.add_argument("--context", type=int, default=4096, help="tokens of each (default: 4096)")
-    parser.add_argument("--profile", type=_chances, help="the engine's and the only one of the policy (default: four of them)")
+    parser.add_argument(
+        "--profile", type=_chances, help="the engine's and the only one of the policy (default: those of speculation_sim)"
+    )
     parser.add_argument("--engine", action="store_true", help="run the whole engine too")
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of the engine's sequences (default: 128)")
     parser.add_argument("--seconds", type=float, default=4.0, help="of the engine, for each way and batch (default: 4)")
+    parser.add_argument(
+        "--curves", type=Path, metavar="FILE", help="the policy on the times that an earlier run measured; nothing else"
+    )
     options = parser.parse_args(arguments)
-    device, rows = device_of(parser, options), Rows(options.json, options.budget)
+    rows = Rows(options.json, options.budget)
+    if options.curves is not None:
+        if options.engine:
+            parser.error("--curves runs no engine; leave out --engine, or measure anew without --curves")
+        try:
+            worst = policies(*read_curves(options.curves), options, rows)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+        rows.say({"worst_of_best": {"policy": worst}})
+        return int(rows.failed > 0)
+    device = device_of(parser, options)
     config = configure(SMALL if options.small else RELEASED, options.layers, options.experts, draft=True)
     model = build(config, device, not options.eager, not options.plain)
     model.overlap = not options.one_stream
@@ -117,16 +164,11 @@ def main(arguments: list[str] | None = None) -> int:
               "context": options.context, "draft_block": model.draft_block})  # fmt: skip
     forward, draft = curves(model, options.batch, options.context, options.times, rows)
     forget(model)
-    profiles = {"given": options.profile} if options.profile else PROFILES
     worst: dict[str, float] = {}
     if forward and draft:
-        for label, profile in profiles.items():
-            for batch in options.batch:
-                names = {"policy": label, "batch": batch}
-                row = rows.add(names, lambda p=profile, b=batch: policy(forward, draft, p, b))
-                worst["policy"] = min(worst.get("policy", 9.9), row.get("of_best", 9.9))
+        worst["policy"] = policies(forward, draft, options, rows)
     if options.engine:
-        given = by_lot(options.prompt, options.seconds, options.profile or PROFILES["0.8 falling"])
+        given = by_lot(options.prompt, options.seconds, options.profile or PROFILES["0.8 falling"][0])
         for batch in options.batch:
             row = rows.add({"engine": "0.8 falling", "batch": batch}, lambda b=batch: engine(model, b, given))
             worst["engine"] = min(worst.get("engine", 9.9), row.get("of_best", 9.9))
