@@ -112,8 +112,7 @@ def text(run: Run, out: Path, history: list[dict[str, Any]], shares: dict[str, f
     lines += _evaluated(evaluation)
     longest = max((json.loads(f.read_text())["contexts"][-1] for f in run.folder.glob("data-*.json")), default=0)
     lines += [LIMITS, "", f"- Trained on contexts of up to {longest:,} tokens; longer ones are untried.",
-              *(["- Pictures were 126 x 126 pixels, and asked about without thinking: it misreads others, and with thinking "
-                 "says nothing or wrong things."] if c.vision else []),
+              *(["- Pictures were 126 x 126 pixels: it misreads others."] if c.vision else []),
               "- Sums were trained, and are evaluated, with thinking; without it they are often wrong.",
               "- Facts beyond the tables in `models/training/generators/facts.py` are made up.",
               "- Refusals were trained with a few sentences only; they protect from nothing.",
