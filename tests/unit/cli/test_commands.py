@@ -61,6 +61,11 @@ def test_bench_without_a_room_lists_the_rooms(capsys):
     assert "gateway, engine, recipe, kernels, transfer" in capsys.readouterr().err
 
 
+def test_what_cannot_be_measured_is_named_in_a_sentence_of_its_own(capsys):
+    assert main(["bench", "nope"]) == 1
+    assert "headrace bench: 'nope' cannot be measured. Choose one of: gateway, " in capsys.readouterr().err
+
+
 def test_bench_help_says_what_each_measures(capsys):
     assert main(["bench", "--help"]) == 0
     page = capsys.readouterr().out

@@ -73,13 +73,22 @@ def run(args: argparse.Namespace) -> int:
 
 async def _demo(options: Options, max_tokens: int, as_json: bool) -> int:
     console = Console()
-    task = asyncio.current_task()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    interrupts = (signal.SIGINT, signal.SIGTERM)
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
     with tempfile.TemporaryDirectory(prefix="headrace-demo-") as folder:
         state = StateDir(folder)
         state.checkpoints = StateDir(default_path()).checkpoints  # made once, kept
         system = System(options, state, console)
+
+        def interrupt() -> None:
+            """The first ends the work, any later one what is still running: the stop itself is never cut short."""
+            if task.cancelling():
+                system.kill()
+            else:
+                task.cancel()
+
+        for number in interrupts:
+            loop.add_signal_handler(number, interrupt)
         try:
             await system.start()
             result = await _two_runs(system, max_tokens, console)
@@ -87,10 +96,12 @@ async def _demo(options: Options, max_tokens: int, as_json: bool) -> int:
             console.say("interrupted")
             return up.INTERRUPTED
         finally:
+            for number in interrupts:
+                loop.add_signal_handler(number, system.kill)
             await system.stop()
     console.say("everything is stopped")
     print(json.dumps(result, indent=1) if as_json else report(result))
-    return 0 if result["ok"] else 1
+    return 0 if result["ok"] and not system.amiss else 1
 
 
 async def _two_runs(system: System, max_tokens: int, console: Console) -> dict:

@@ -31,7 +31,7 @@ def run(name: str, argv: list[str]) -> int:
             print(bench_help())
             return 0
         if not argv or argv[0] not in BENCHES:
-            what = f"{argv[0]!r} cannot be measured" if argv and not argv[0].startswith("-") else "what shall be measured?"
+            what = f"{argv[0]!r} cannot be measured." if argv and not argv[0].startswith("-") else "what shall be measured?"
             raise CommandError(f"{what} Choose one of: {', '.join(BENCHES)}. Each takes --help.")
         module, called, argv = f"headrace.{argv[0]}.bench", f"{called} {argv[0]}", argv[1:]
     else:

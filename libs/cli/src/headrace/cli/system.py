@@ -11,11 +11,14 @@ decode and vision; then kvstore; then NATS.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -35,6 +38,7 @@ from headrace.cli.supervisor import Child, Death, Supervisor
 DEFAULT_PORT = 8000
 START_TIMEOUT = 180.0  # seconds from the first process to `ready`
 STOP_MARGIN = 5.0  # seconds beyond a service's own drain budget before it is killed
+BUS_BUDGET = 3.0  # seconds for each part of leaving the bus, which has a shorter limit of its own where NATS is silent
 STOP_BUDGET = 10.0  # seconds for services that have nothing left to finish
 RECORD_SECONDS = 5.0  # between two tries at recording which processes run
 
@@ -74,6 +78,8 @@ class System:
         self.bundled = None if chosen else checkpoint.bundled_checkpoint()
         self.model: Path | None = None
         self.ready = False
+        self.amiss: list[str] = []  # what did not stop as it should; each was told
+        self.killed = False
         self._returns = Returns(console.say)
         self._failure = ""
         self._failed = asyncio.Event()
@@ -128,34 +134,70 @@ class System:
         await self._unless_failed(self._wait_ready())
 
     async def stop(self) -> None:
-        """Drain in order, within budgets. Safe to call in any state, more than once."""
+        """Drain in order, within budgets. Safe to call in any state, more than once. Whatever fails is told and noted in
+        `amiss`, and all that comes after it is done: nothing runs on, and nothing is left behind."""
         self.ready = False
-        if self.peers:
-            await self.peers.stop()
-            self.peers = None
-        if self.bus:
-            await self.bus.close()
-            self.bus = None
+        peers, bus = self.peers, self.bus
+        self.peers = self.bus = None
+        if peers:
+            await self._leave(peers.stop())
+        if bus:
+            await self._leave(bus.close())
         drain = self.options.drain_seconds + STOP_MARGIN
         order = ((("gateway",), drain), (("prefill", "decode", "vision"), STOP_BUDGET), (("kvstore",), STOP_BUDGET))
         for roles, budget in order:
             children = [child for role in roles for child in self.services.pop(role, [])]
             if any(child.pid for child in children):
                 self.console.status(f"stopping {', '.join(child.name for child in children)}")
-            for child in await self.supervisor.stop(children, budget):
-                self.console.alert(f"{child.name} did not stop within {budget:.0f} s and was killed; its log: {child.log}")
-        if self.nats:
-            await self.supervisor.stop([self.nats.child], STOP_BUDGET)
-            self.nats.forget()
-            self.nats = None
+            await self._stop(children, budget)
+        nats, self.nats = self.nats, None
+        if nats:
+            await self._stop([nats.child], STOP_BUDGET)
+            with self._noted(f"removing its port files from {nats.folder}"):
+                nats.forget()
         self.console.clear()
-        if self._memory:
-            self._memory.release()
-            self._memory = None
-        self.state.release()
+        memory, self._memory = self._memory, None
+        if memory:
+            with self._noted(f"removing {memory.folder}"):
+                memory.release()
+        with self._noted(f"removing the record from {self.state.path}"):
+            self.state.release()
+
+    async def _leave(self, part: Coroutine[Any, Any, None]) -> None:
+        """End a part of the connection, in a task of its own: a NATS that dies meanwhile may cancel what waits for it there."""
+        task = asyncio.create_task(part)
+        await asyncio.wait({task}, timeout=BUS_BUDGET)
+        with self._noted("leaving the bus"):
+            if not task.done():
+                task.cancel()
+                raise TimeoutError(f"not done within {BUS_BUDGET:.0f} s")
+            if task.cancelled():
+                raise ConnectionError("NATS went away")
+            task.result()
+
+    async def _stop(self, children: list[Child], budget: float) -> None:
+        """End these, within `budget` seconds."""
+        with self._noted(f"stopping {', '.join(child.name for child in children)}"):
+            for child in await self.supervisor.stop(children, budget):
+                self._note(f"{child.name} did not stop within {budget:.0f} s and was killed; its log: {child.log}")
+
+    @contextlib.contextmanager
+    def _noted(self, what: str) -> Iterator[None]:
+        """A step of the stop, whose failure keeps no other from being done."""
+        try:
+            yield
+        except Exception as error:
+            self._note(f"{what}: {error or type(error).__name__}")
+
+    def _note(self, text: str) -> None:
+        """Something did not stop as it should. Said only if that was not wanted: what is killed at once answers nobody."""
+        self.amiss.append(text)
+        if not self.killed:
+            self.console.alert(text)
 
     def kill(self) -> None:
         """No more patience: end every process at once."""
+        self.killed = True
         self.supervisor.kill_all()
 
     def running(self) -> Running:

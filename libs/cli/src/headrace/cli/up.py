@@ -25,7 +25,7 @@ EPILOG = """\
 A service that dies is named, with what its log says of the reason, and started again. Logs: .headrace/logs/. Settings of
 the services: a YAML file (--config) or HEADRACE_* variables; `{program} decode --help` lists them.
 """
-INTERRUPTED = 130  # exit status of a command that was interrupted while starting
+INTERRUPTED = 130  # exit status of a command that was interrupted while starting, or once more while it drained
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,8 +160,11 @@ async def _up(options: Options, where: state.StateDir, verbose: bool) -> int:
         await system.stop()
         if follower:
             follower.cancel()
+    if system.killed:
+        console.say("everything was ended at once")
+        return INTERRUPTED
     console.say("stopped")
-    return 0
+    return int(bool(system.amiss))
 
 
 async def _start_unless(system: System, stop: asyncio.Event) -> bool:

@@ -57,11 +57,13 @@ class Target:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self.peers is not None:
-            await self.peers.stop()
-        if self.bus is not None:
-            await self.bus.close()
-        await self._close()
+        try:
+            if self.peers is not None:
+                await self.peers.stop()
+            if self.bus is not None:
+                await self.bus.close()
+        finally:
+            await self._close()
 
     async def _open(self) -> None:
         raise NotImplementedError
