@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import socket
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+import msgspec
 import pytest
 
-from headrace.cli import ports, state
+from headrace.cli import doctor, ports, state
 from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
 from headrace.cli.main import COMMANDS, GROUPS, main
@@ -213,12 +215,51 @@ def test_what_cannot_be_shown_does_not_end_the_work(monkeypatch):
             full.close()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
-def test_damaged_record_counts_as_none(tmp_path, text):
+WHOLE = json.dumps(asdict(RUNNING))
+DAMAGED = {
+    "empty": b"",
+    "cut": b"{",
+    "null": b"null",
+    "list": b"[]",
+    "object": b"{}",
+    "text": b'""',
+    "number": b"123",
+    "pid only": b'{"pid": 1}',
+    "wrong type": WHOLE.replace('"http://127.0.0.1:8000"', "5").encode(),
+    "wrong type inside": WHOLE.replace('"processes": {}', '"processes": {"nats": "x"}').encode(),
+    "deep": b"[" * 100_000,
+    "deep inside": WHOLE.replace("{", '{"more": ' + "[" * 100_000, 1).encode(),
+    "not UTF-8": WHOLE.replace("sim", "\xff").encode("latin-1"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_record_of_a_running_system_is_named(tmp_path, damage, capsys):
     directory = StateDir(tmp_path)
     directory.acquire()
-    (tmp_path / "running.json").write_text(text)
-    assert StateDir(tmp_path).read() is None
+    directory.write(RUNNING)
+    record = tmp_path / "running.json"
+    assert msgspec.json.decode(WHOLE, type=Running) == RUNNING
+    record.write_bytes(DAMAGED[damage])
+    said = f"a system runs from {tmp_path}, but its record {record} can't be read ("
+    way_out = "stop that system with Ctrl-C in its terminal and start it again"
+    for command in (["chat", "hello"], ["trace", "x"], ["up", "--engine", "sim"]):
+        assert main([*command, "--state-dir", str(tmp_path)]) == 1
+        error = capsys.readouterr().err
+        assert f": {said}" in error and error.endswith(f"); {way_out}\n") and error.count("\n") == 1
+    assert doctor.api_port(StateDir(tmp_path)).check == "port 8000"
+    (finding,) = asyncio.run(doctor.running_system(StateDir(tmp_path)))
+    assert finding.level == "problem" and finding.text.startswith(said) and finding.way_out == way_out
+    directory.release()
+    assert not record.exists() and StateDir(tmp_path).read() is None
+
+
+def test_a_damaged_record_of_a_system_that_is_gone_counts_as_none(tmp_path):
+    (tmp_path / "running.json").write_text("null")
+    assert StateDir(tmp_path).read() is None and not StateDir(tmp_path).starting()
+    directory = StateDir(tmp_path)
+    directory.acquire()
+    assert StateDir(tmp_path).starting()
     directory.release()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -223,9 +224,10 @@ def disk(where: state.StateDir) -> Finding:
 
 
 def api_port(where: state.StateDir) -> Finding:
-    running = where.read()
-    if running is not None and urlsplit(running.url).port == DEFAULT_PORT:
-        return Finding(f"port {DEFAULT_PORT}", "ok", "the running system's own")
+    with contextlib.suppress(CommandError):  # what is wrong with the record is said where the system is looked at
+        running = where.read()
+        if running is not None and urlsplit(running.url).port == DEFAULT_PORT:
+            return Finding(f"port {DEFAULT_PORT}", "ok", "the running system's own")
     if is_free(DEFAULT_PORT):
         return Finding(f"port {DEFAULT_PORT}", "ok", "free")
     who = holder(DEFAULT_PORT) or "another user's process"
@@ -237,8 +239,12 @@ def api_port(where: state.StateDir) -> Finding:
 
 async def running_system(where: state.StateDir) -> list[Finding]:
     """The gateway, the bus and every service of the recorded system; one note when none is recorded."""
-    running = where.read()
-    if where.starting():
+    try:
+        running, starting = where.read(), where.starting()
+    except CommandError as error:
+        what, _, way_out = str(error).rpartition("; ")
+        return [Finding("system", "problem", what, way_out)]
+    if starting:
         return [Finding("system", "note", f"is still starting from {where.path}", "look again when `up` says that it is ready")]
     if running is None:
         return [Finding("system", "note", f"none is recorded in {where.path}", f"start one: {program()} up")]

@@ -20,6 +20,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from headrace.bus import BusSettings
 from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
@@ -92,7 +94,7 @@ class StateDir:
         return False
 
     def starting(self) -> bool:
-        """Whether a system is on its way here: the lock is held, and nothing is recorded yet."""
+        """Whether a system is on its way here: the lock is held, and nothing is recorded yet. Raises CommandError as `read`."""
         return self._held() and self._record() is None
 
     def _held(self) -> bool:
@@ -108,9 +110,11 @@ class StateDir:
 
     def release(self) -> None:
         """The system is gone."""
-        if self._lock:
-            self._forget()
-        self.close()
+        try:
+            if self._lock:
+                self._forget()
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Let go of the lock without touching anything."""
@@ -134,14 +138,21 @@ class StateDir:
             raise
 
     def read(self) -> Running | None:
-        """The running system, or None when none is recorded or it is gone: a record that a killed one left holds for nobody."""
+        """The running system, or None when none is recorded or it is gone: a record that a killed one left holds for nobody.
+        Raises CommandError where that of a system that runs can't be read: it is written whole, so somebody else damaged it."""
         return self._record() if self._held() else None
 
     def _record(self) -> Running | None:
         try:
-            return Running(**json.loads(self._running.read_text()))
-        except (OSError, ValueError, TypeError):
+            return msgspec.json.decode(self._running.read_bytes(), type=Running)
+        except FileNotFoundError:
             return None
+        except (OSError, ValueError, RecursionError) as error:  # msgspec's are ValueErrors
+            why = error.strerror if isinstance(error, OSError) else error
+            raise CommandError(
+                f"a system runs from {self.path}, but its record {self._running} can't be read ({why}); "
+                "stop that system with Ctrl-C in its terminal and start it again"
+            ) from None
 
     def _forget(self) -> None:
         self._running.unlink(missing_ok=True)
