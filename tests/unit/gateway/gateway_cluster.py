@@ -5,6 +5,7 @@ real ones.
 """
 
 import asyncio
+import io
 import json
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
@@ -278,7 +279,7 @@ class Cluster:
 
     async def post(self, body, path="/v1/chat/completions", **headers):
         """-> status, headers, JSON."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
         async with self.session.post(path, data=data, headers={"Content-Type": "application/json"} | headers) as response:
             return response.status, response.headers, json.loads(await response.read())
 

@@ -94,7 +94,14 @@ async def test_text_stop_in_a_stream(cluster):
         (b"{", 400, "invalid JSON"),
         (b"", 400, "invalid JSON"),
         (b"\xff\xfe", 400, "invalid JSON"),
-        (b"[1]", 400, "must be a JSON object"),
+        (b"[1]", 400, "must be a JSON object, not an array"),
+        (b"null", 400, "must be a JSON object, not null"),
+        (b'"x"', 400, "must be a JSON object, not a string"),
+        (b"true", 400, "must be a JSON object, not a boolean"),
+        (b"1", 400, "must be a JSON object, not a number"),
+        (chat(priority="high"), 400, 'priority: invalid value: string "high"'),
+        (chat(priority=2**63), 400, "priority"),
+        (chat(stop_token_ids=[1] * 1025), 400, "names 1025 tokens; at most 1024"),
         (b'{"model":"fake"}', 400, "messages"),
         ({"model": "fake", "messages": "hi"}, 400, "expected a sequence"),
         (chat(model="other"), 404, "fake"),
@@ -263,10 +270,11 @@ async def test_models_tokenize_health_version(cluster):
     _, _, rendered = await cluster.post({"messages": chat()["messages"], "thinking": {"type": "disabled"}}, "/tokenize")
     await cluster.post(chat())
     assert list(rendered["tokens"]) == list(_ids(cluster.prefills[0].runs[0]))
-    status, _, reply = await cluster.post({"tokens": [1, 10**9]}, "/detokenize")
-    assert status == 400 and "tokens" in reply["error"]["message"]
-    status, _, reply = await cluster.post({"model": "no", "prompt": TEXT}, "/tokenize")
-    assert status == 404 and reply["error"]["code"] == "model_not_found" and "served models: fake" in reply["error"]["message"]
+    for path, body in (
+        ("/tokenize", {"prompt": TEXT}), ("/detokenize", {"tokens": [1]}), ("/v1/messages/count_tokens", chat())
+    ):  # fmt: skip
+        status, _, reply = await cluster.post(body | {"model": "no"}, path)
+        assert status == 404 and "served models: fake" in reply["error"]["message"], path
     for path in ("/health", "/ready", "/version", "/metrics"):
         async with cluster.session.get(path) as response:
             assert response.status == 200, path
@@ -458,6 +466,70 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(cluster):
             assert reply.status == 400 and "maximum context length" in message, (path, message)
             for part, named in (("response_format", "the response format's schema"), ("tools", "the definitions of 1 tool ")):
                 assert (part in body) == (named in message), message
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "words"),
+    [
+        ("/tokenize", {"prompt": 1}, 400, "prompt", "`prompt` is 1"),
+        ("/tokenize", {"prompt": [1]}, 400, "prompt", "`prompt` is an array"),
+        ("/tokenize", chat(prompt="a"), 400, "prompt", "exclude each other; give one"),
+        ("/detokenize", {"tokens": "ab"}, 400, "tokens", 'it is "ab"'),
+        ("/detokenize", {}, 400, "tokens", "it is null"),
+        ("/detokenize", {"tokens": [1, 10**9]}, 400, "tokens[1]", "it is 1000000000"),
+        ("/detokenize", {"tokens": [1, 2, True]}, 400, "tokens[2]", "it is a boolean"),
+        ("/detokenize", {"tokens": [5] * 4097}, 400, "tokens", "4,097 ids; the limit is 4,096"),
+    ],
+)
+async def test_the_small_endpoints_name_place_and_value(cluster, path, body, status, param, words):
+    got, _, reply = await cluster.post(body, path)
+    assert (got, reply["error"]["param"]) == (status, param) and words in reply["error"]["message"], reply
+
+
+async def test_ids_as_many_as_the_model_takes_become_text_in_a_thread(cluster, monkeypatch):
+    monkeypatch.setattr("headrace.gateway.api.LONG_IDS", 8)
+    assert (await cluster.post({"tokens": [*cluster.script]}, "/detokenize"))[2]["prompt"] == TEXT
+    assert (await cluster.post({"tokens": [5] * 4096}, "/detokenize"))[0] == 200
+    status, _, reply = await cluster.post({"tokens": [5] * 9 + [-1]}, "/detokenize")
+    assert status == 400 and reply["error"]["param"] == "tokens[9]"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/v1/chat/completions", "messages"), ("/v1/chat/completions", "tools"), ("/v1/messages", "system"),
+        ("/v1/messages/count_tokens", "messages"), ("/v1/responses", "input"), ("/tokenize", "messages"),
+    ],
+)  # fmt: skip
+async def test_lists_are_counted_before_they_are_walked(cluster, path, name):
+    """None of the entries fits its type, so whoever walks says that instead."""
+    body = chat(**{name: [1] * ((1 << 15) + 1)})
+    status, _, reply = await cluster.post(body, path)
+    assert status == 400 and "32,769" in reply["error"]["message"] and "32,768" in reply["error"]["message"], reply
+    status, _, reply = await cluster.post(body | {name: [1] * (1 << 15)}, path)
+    assert status == 400 and "32,768" not in reply["error"]["message"], reply
+
+
+async def test_parts_count_as_messages_do(cluster):
+    result = {"role": "user", "content": [{"type": "tool_result", "content": [1] * (1 << 14)}, *[1] * ((1 << 14) - 2)]}
+    for message, count in (({"role": "user", "content": [1] * (1 << 15)}, "32,769"), (result, None)):
+        for more in ([], [1]):
+            status, _, reply = await cluster.post(chat(messages=[message, *more]), "/v1/messages")
+            told = "entries in `messages`, content parts included" in reply["error"]["message"]
+            assert status == 400 and told == bool(more or count), reply
+
+
+async def test_a_large_body_is_bounded_by_its_values_and_read_all_the_same(cluster):
+    """However few bytes each has; marks inside texts are none."""
+    most = (1 << 20) + (1 << 16)
+    for body in (b'{"model":"fake","x":[' + b"[]," * most + b"1]}", b'{"x":{' + b",".join([b'"":0'] * most) + b"}}"):
+        status, _, reply = await cluster.post(body)
+        assert status == 413 and f"the limit is {most:,}" in reply["error"]["message"], reply
+    assert (await cluster.post(chat(user=", [{:" * (most // 4))))[0] == 200
+    status, _, reply = await cluster.post(b'{"x":"' + b"a" * (1 << 20))
+    assert status == 400 and "invalid JSON" in reply["error"]["message"]
+    status, _, reply = await cluster.post(chat(user="a" * (1 << 20), temperature="hot"))
+    assert status == 400 and reply["error"]["param"] == "temperature"
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "zork"])

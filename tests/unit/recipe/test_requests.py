@@ -6,6 +6,7 @@ import random
 import pytest
 
 from headrace.recipe.errors import RecipeError
+from headrace.recipe.jsontext import count_values
 from headrace.recipe.protocol import OFFICIAL, OPEN, ConversionOptions, chat, completions, messages, responses
 
 MODEL = "DeepSeek-V4.1-Flash"
@@ -38,6 +39,26 @@ def test_open_honours_sampling_in_thinking_mode():
     assert parsed.thinking
     assert (s.temperature, s.top_p, s.presence_penalty, s.top_k, s.min_p, s.repetition_penalty) == (0.25, 0.5, 1, 40, 0.5, 1.5)
     assert (s.min_tokens, s.stop_token_ids, s.ignore_eos, s.n, s.seed, s.max_tokens) == (2, [7], True, 3, 5, 9)
+
+
+@pytest.mark.parametrize("protocol", [chat, completions, messages, responses])
+def test_stop_token_ids_are_taken_once_each_up_to_a_number(protocol):
+    name = protocol.__name__.rsplit(".", 1)[1]
+    parsed = protocol.parse(REQUESTS[name] | {"stop_token_ids": [*range(512), *range(512)], "priority": -(2**63)})
+    assert parsed.sampling.stop_token_ids == [*range(512)] and parsed.extras["priority"] == -(2**63)
+
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("1", 0), ('"a,b:[{"', 0), ("[1,2,3]", 3), ('{"a":1,"b":[]}', 5), (r'["\",",",",{}]', 4), (r'[",\\\",1]', 1),
+        ('["a,b', 1), ("[[],[]]", 4), (r'["\\",1,"\\\",",2]', 4),
+    ],
+)  # fmt: skip
+def test_keys_and_values_are_counted_outside_texts(text, number):
+    assert count_values(text.encode(), number) == number, "marks inside texts are none"
+    assert number == 0 or count_values(text.encode(), number - 1) > number - 1, "too many is told"
+    assert count_values(text.encode(), 1000) <= len(text)
 
 
 REQUESTS = {
@@ -117,7 +138,12 @@ def test_extras_reach_the_gateway():
         ({"top_k": -5}, 400, "integer from -1"),
         ({"min_tokens": 5, "max_tokens": 2}, 400, r"min_tokens \(5\) must not exceed max_tokens \(2\)"),
         ({"model": "gpt"}, 404, "served models"),
-        ({"stop_token_ids": ["x"]}, 400, "u32"),
+        ({"stop_token_ids": ["x"]}, 400, r"stop_token_ids\[0\]: .*u32"),
+        ({"stop_token_ids": 7}, 400, "stop_token_ids: .*expected a sequence"),
+        ({"stop_token_ids": ["x"] * 1025}, 400, "names 1025 tokens; at most 1024"),
+        ({"priority": 1.5}, 400, "priority: .*floating point `1.5`, expected an integer"),
+        ({"priority": True}, 400, "priority: .*boolean `true`"),
+        ({"priority": -(2**63) - 1}, 400, "priority: .*of 64 bits"),
     ],
 )
 def test_open_refusals_are_clear(fields, status, message):

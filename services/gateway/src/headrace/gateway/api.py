@@ -26,8 +26,8 @@ from headrace.bus import nuid
 from headrace.kv.hashing import BlockHasher
 from headrace.recipe.errors import RecipeError
 from headrace.recipe.grammar import constraint
-from headrace.recipe.jsontext import JSONError, compact, loads
-from headrace.recipe.protocol import ParsedRequest
+from headrace.recipe.jsontext import JSONError, compact, count_values, loads
+from headrace.recipe.protocol import ConversionOptions, ParsedRequest
 from headrace.recipe.protocol.shape import naming, reader
 from headrace.recipe.stream import ReplyStream, Usage
 
@@ -47,7 +47,10 @@ if TYPE_CHECKING:
 HASHERS = 1024  # block hashers kept, one per layout and namespace
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
-LARGE_BODY = 1 << 20  # bytes; larger ones are counted
+LARGE_BODY = 1 << 20  # bytes; larger ones are counted, and read in a thread
+BODY_VALUES = (1 << 20) + (1 << 16)  # JSON keys and values of a body: the interpreter stands still while they are decoded
+BODY_ITEMS = 1 << 15  # messages and their parts, or tools
+LONG_IDS = 8192  # ids above which text is made of them in a thread
 PROMPT_LOGPROBS = 1 << 15  # in one answer: the loop stands still while they are written, a quarter of a second at most
 UNKNOWN_LIMIT = 1 << 20  # tokens, where no worker says how much it takes
 log = structlog.get_logger("headrace.gateway")
@@ -174,7 +177,7 @@ class Api:
         keeps = endpoint is RESPONSES and options.dialect == "open"
         if keeps:
             await gateway.responses.continued(body, self.auth.namespace(tenant, None))
-        parsed = endpoint.parse(body, options)
+        parsed = await self._parse(endpoint, body, options, call)
         group = models.group(parsed.model)
         assert group is not None, "recipe refuses names that are not in options.models"
         namespace = self.auth.namespace(tenant, parsed.extras.get("cache_salt"))
@@ -307,7 +310,6 @@ class Api:
             raise errors.empty_prompt()
         sampling = self._sampling(parsed)
         sampling.max_tokens = parsed.resolve_max_tokens(len(ids), self._gateway.models.limit(group))
-        priority = parsed.extras.get("priority")
         record = Record(
             # One HTTP request is one request on the bus, save for the further prompts of a batch.
             call.exchange.request_id if sink.first else nuid(),
@@ -319,7 +321,7 @@ class Api:
             sampling=sampling,
             seconds=self._settings.request_seconds,
             received=call.received,
-            priority=priority if type(priority) is int else 0,
+            priority=parsed.extras.get("priority", 0),
             client_id=call.exchange.shown_id,
             traceparent=call.traceparent if TRACEPARENT.fullmatch(call.traceparent) else "",
         )
@@ -409,12 +411,19 @@ class Api:
         except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
             raise errors.invalid(f"the request body can't be read: {error}") from None
         try:
-            value = loads(body)
+            value = await asyncio.to_thread(_loads, body) if len(body) > LARGE_BODY else _loads(body)
         except JSONError as error:
             raise errors.invalid(f"invalid JSON request: {error}") from None
         if not isinstance(value, dict):
-            raise errors.invalid(f"the request body must be a JSON object, not {type(value).__name__}")
+            raise errors.invalid(f"the request body must be a JSON object, not {_kind(value)}")
         return value
+
+    async def _parse(self, endpoint: Endpoint, body: dict[str, Any], options: ConversionOptions, held: Held) -> ParsedRequest:
+        """The typed request; lists are counted before they are walked. Raises RecipeError."""
+        _refuse_many_items(body)
+        if held.body:  # a large one
+            return await asyncio.to_thread(endpoint.parse, body, options)
+        return endpoint.parse(body, options)
 
     def _exchange(self, request: web.Request) -> Exchange:
         return Exchange(request, nuid(), self._turn, self._settings.client_buffer_bytes)
@@ -454,14 +463,14 @@ class Api:
     # ------------------------------------------------------------ small endpoints
 
     async def _small(self, request: web.Request, answer: Any, protocol: str = "chat") -> Written:
-        """An endpoint that answers from what is here: `answer(body)` -> JSON value. Raises nothing."""
+        """An endpoint that answers from what is here: `answer(body, held)` -> JSON value. Raises nothing."""
         exchange, held = self._exchange(request), Held()
         try:
             self._refuse_early()
             self.auth.tenant(request.headers)
             self._count_body(held, request.content_length or 0)
             body = await self._json(request, held) if request.method == "POST" else {}
-            exchange.answer(200, compact(await answer(body)).encode())
+            exchange.answer(200, compact(await answer(body, held)).encode())
         except RecipeError as error:
             exchange.fail(error, protocol, self._settings.dialect)
         except Exception:  # a defect of ours: the client is told, and the log has the details
@@ -475,7 +484,7 @@ class Api:
         """All models, or the one that the path names."""
         wanted = request.match_info.get("name")
 
-        async def answer(_: dict[str, Any]) -> dict[str, Any]:
+        async def answer(_: dict[str, Any], held: Held) -> dict[str, Any]:
             models = self._gateway.models
             data = []
             for name in models.names:
@@ -494,48 +503,72 @@ class Api:
 
         return await self._small(request, answer)
 
+    def _named(self, fields: Fields) -> int | None:
+        """Tokens that the model takes which a request names, or the default one; None while none is served. Raises
+        RecipeError: unknown (with the known names)."""
+        models = self._gateway.models
+        name = fields.model or next(iter(models.names), "")
+        group = models.group(name)
+        if group is None and models.names:
+            raise errors.unknown_model(name, models.names)
+        return models.limit(group) if group else None
+
     async def _tokenize(self, request: web.Request) -> Written:
-        async def answer(body: dict[str, Any]) -> dict[str, Any]:
+        async def answer(body: dict[str, Any], held: Held) -> dict[str, Any]:
             models, fields = self._gateway.models, _read_fields(body)
-            name = fields.model or next(iter(models.names), "")
-            group = models.group(name)
-            if group is None and models.names:
-                raise errors.unknown_model(name, models.names)
-            limit = models.limit(group) if group else None
+            limit = self._named(fields)
+
+            def strings(ids: list[int]) -> list[str]:
+                return [models.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
+
+            if "prompt" in body and "messages" in body:
+                raise errors.invalid("`prompt` and `messages` exclude each other; give one", "prompt")
             if isinstance(text := body.get("prompt"), str):
                 self._refuse_long(len(text), limit or UNKNOWN_LIMIT)
                 ids = await asyncio.to_thread(models.tokenizer.encode_long, text) if len(text) > LONG_TEXT else (
                     models.tokenizer.encode_plain(text)
                 )  # fmt: skip
             elif "messages" in body:
-                parsed = CHAT.parse({**body, "model": "model"}, models.any_name)
+                parsed = await self._parse(CHAT, {**body, "model": "model"}, models.any_name, held)
                 ids = list(await self._prompt_of(request, CHAT, parsed))
             else:
-                raise errors.invalid("give `prompt` (a string) or `messages` (as in a chat)", "prompt")
+                got = f"; `prompt` is {_short(body['prompt'])}" if "prompt" in body else ""
+                raise errors.invalid(f"give `prompt` (a string) or `messages` (as in a chat){got}", "prompt")
             out: dict[str, Any] = {"count": len(ids), "max_model_len": limit, "tokens": ids}
             if fields.return_token_strs:
-                out["token_strs"] = [models.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
+                out["token_strs"] = await asyncio.to_thread(strings, ids) if len(ids) > LONG_IDS else strings(ids)
             return out
 
         return await self._small(request, answer)
 
     async def _count_tokens(self, request: web.Request) -> Written:
-        async def answer(body: dict[str, Any]) -> dict[str, Any]:
-            _read_fields(body)
+        async def answer(body: dict[str, Any], held: Held) -> dict[str, Any]:
+            self._named(_read_fields(body))
             models = self._gateway.models
-            parsed = MESSAGES.parse({"max_tokens": 1, **body, "model": "model"}, models.any_name)
+            parsed = await self._parse(MESSAGES, {"max_tokens": 1, **body, "model": "model"}, models.any_name, held)
             return {"input_tokens": len(await self._prompt_of(request, MESSAGES, parsed))}
 
         return await self._small(request, answer, "messages")
 
     async def _detokenize(self, request: web.Request) -> Written:
-        async def answer(body: dict[str, Any]) -> dict[str, Any]:
-            _read_fields(body)
+        async def answer(body: dict[str, Any], held: Held) -> dict[str, Any]:
             tokens, tokenizer = body.get("tokens"), self._gateway.models.tokenizer
+            limit = self._named(_read_fields(body)) or UNKNOWN_LIMIT
             size = tokenizer.vocab_size
-            if not isinstance(tokens, list) or not all(type(i) is int and 0 <= i < size for i in tokens):
-                raise errors.invalid(f"`tokens` must be a list of token ids from 0 to {size - 1:,}", "tokens")
-            return {"prompt": tokenizer.decode(tokens)}
+
+            def text() -> str:
+                for place, token in enumerate(tokens):
+                    if type(token) is not int or not 0 <= token < size:
+                        words = f"`tokens[{place}]` must be a token id from 0 to {size - 1:,}; it is {_short(token)}"
+                        raise errors.invalid(words, f"tokens[{place}]")
+                return tokenizer.decode(tokens)
+
+            if not isinstance(tokens, list):
+                words = f"`tokens` must be an array of token ids from 0 to {size - 1:,}; it is {_short(tokens)}"
+                raise errors.invalid(words, "tokens")
+            if len(tokens) > limit:
+                raise errors.too_many_tokens(len(tokens), limit)
+            return {"prompt": await asyncio.to_thread(text) if len(tokens) > LONG_IDS else text()}
 
         return await self._small(request, answer)
 
@@ -555,6 +588,47 @@ class Api:
             error, headers = errors.no_route(request.method, request.path, _routes(request.app)), b""
         exchange.fail(error, "chat", self._settings.dialect, headers)
         return exchange.result()
+
+
+def _loads(data: bytes) -> Any:
+    """A body's JSON value. Raises JSONError; RecipeError (both numbers) where decoding it would hold up everybody."""
+    if len(data) > LARGE_BODY and (values := count_values(data, BODY_VALUES)) > BODY_VALUES:
+        raise errors.too_many_values(values, BODY_VALUES)
+    return loads(data)
+
+
+def _refuse_many_items(body: dict[str, Any]) -> None:
+    """Raises RecipeError (both numbers)."""
+    for name in ("messages", "input", "system", "tools"):
+        items = body.get(name)
+        if not isinstance(items, list):
+            continue
+        parts = 0 if len(items) > BODY_ITEMS else sum(_parts(item) for item in items)
+        if len(items) + parts > BODY_ITEMS:
+            what = f"`{name}`, content parts included" if parts else f"`{name}`"
+            raise errors.too_many_items(f"entries in {what}", len(items) + parts, BODY_ITEMS, name)
+
+
+def _parts(message: Any) -> int:
+    """Entries of a message's lists, whatever the protocol calls them; those of tool results too."""
+    if not isinstance(message, dict):
+        return 0
+    lists = [value for value in message.values() if isinstance(value, list)]
+    return sum(len(items) + sum(_parts(item) for item in items) for items in lists)
+
+
+def _kind(value: Any) -> str:
+    """A value's type as JSON names it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "a boolean"
+    return {str: "a string", list: "an array", dict: "an object"}.get(type(value), "a number")
+
+
+def _short(value: Any) -> str:
+    """A value's beginning as JSON, or the type of what has many."""
+    if value is None or isinstance(value, list | dict | bool):
+        return _kind(value)
+    return compact(value[:80] if isinstance(value, str) else value)
 
 
 def _routes(app: web.Application) -> dict[str, str]:

@@ -70,6 +70,22 @@ def too_many_logprobs(tokens: int, most: int, limit: int) -> GatewayError:
     )  # fmt: skip
 
 
+def too_many_values(values: int, limit: int) -> GatewayError:
+    """`values`: where counting stopped."""
+    return GatewayError(
+        f"the request body holds at least {values:,} JSON keys and values; the limit is {limit:,}: send fewer, or in several "
+        "requests", status=413, code="body_too_large",
+    )  # fmt: skip
+
+
+def too_many_items(what: str, count: int, limit: int, param: str) -> GatewayError:
+    return invalid(f"there are {count:,} {what}; the limit is {limit:,}: send fewer, or put several into one", param)
+
+
+def too_many_tokens(count: int, limit: int) -> GatewayError:
+    return invalid(f"`tokens` has {count:,} ids; the limit is {limit:,}: send them in several requests", "tokens")
+
+
 def empty_prompt() -> GatewayError:
     return invalid("the prompt is empty: it must have at least one token", "prompt")
 

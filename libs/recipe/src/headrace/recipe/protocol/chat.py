@@ -240,6 +240,12 @@ def _whole(value: Any) -> int:
     return value
 
 
+def _priority(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
+        raise Misfit(f"invalid value: {describe(value)}, expected an integer of 64 bits")
+    return value
+
+
 class OpenStreamOptions(StreamOptions):
     continuous_usage_stats: bool | None = None
 
@@ -249,13 +255,13 @@ class OpenFields(msgspec.Struct):
 
     seed: U64 | None = None  # where the referee has it too, the same
     min_tokens: U32 | None = None
-    stop_token_ids: list[U32] | None = None
+    stop_token_ids: Annotated[list[int], Check(demands.stop_token_ids)] | None = None
     ignore_eos: bool | None = None
     top_k: Annotated[int, Check(_whole)] | None = None
     min_p: Annotated[float, Check(_number)] | None = None
     repetition_penalty: Annotated[float, Check(_number)] | None = None
     cache_salt: str | None = None
-    priority: Any = None
+    priority: Annotated[int, Check(_priority)] | None = None
     request_id: str | None = None
     rid: str | None = None
     session_id: str | None = None

@@ -15,8 +15,9 @@ from ..errors import RecipeError
 from ..jsontext import JSONError, loads
 from . import common
 from .request import OutputConstraint, ParsedRequest
+from .shape import U32, reader
 
-MAX_BIASES = 1024
+MAX_BIASES = MAX_STOP_TOKENS = 1024
 MAX_CHOICES = 4096
 MAX_LOGPROBS = 20
 
@@ -65,6 +66,7 @@ INSTEAD = {
 _OPTIONS = (
     "disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern", "structural_tag"
 )  # fmt: skip
+_read_ids = reader(list[U32])
 _WAYS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -107,6 +109,15 @@ def logit_bias(body: dict[str, Any]) -> dict[int, float]:
             )
         out[int(token)] = float(bias)
     return out
+
+
+def stop_token_ids(value: Any) -> list[int]:
+    """The ids that end an output, each once. Raises RecipeError."""
+    if isinstance(value, list) and len(value) > MAX_STOP_TOKENS:
+        raise RecipeError(
+            f"`stop_token_ids` names {len(value)} tokens; at most {MAX_STOP_TOKENS} may be named", param="stop_token_ids"
+        )
+    return list(dict.fromkeys(_read_ids(value)))
 
 
 def prompt_logprobs(body: dict[str, Any], stream: bool | None) -> int | None:
