@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.cli.shared_memory import folder_of
+
 
 def up(state: Path, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(
@@ -80,6 +82,20 @@ def test_a_host_that_is_no_address_here_is_named(tmp_path, host):
     done = up(tmp_path, "--engine", "sim", "--host", host)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert f"--host {host!r} is no address to listen on" in done.stderr and "--state-dir" not in done.stderr
+
+
+@pytest.mark.parametrize("file", ["nats.conf", "running.tmp", "nats.tmp"])
+def test_a_full_disk_is_one_sentence(tmp_path, file):
+    """Before NATS, and when all is ready."""
+    (tmp_path / file).symlink_to("/dev/full")
+    done = up(tmp_path, "--engine", "sim")
+    assert done.returncode == 1 and "Headrace is ready" not in done.stdout
+    said = f"headrace up: cannot start from {tmp_path}: {tmp_path / file} can't be written (No space left on device; "
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith(said))
+    free, way_out = line.removeprefix(said).split(" ", 1)
+    assert int(free) == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.2)
+    assert way_out == "bytes are free there); make room, or use --state-dir"
+    assert "Traceback" not in done.stderr and not folder_of(tmp_path).exists()
 
 
 def test_settings_file_that_does_not_exist_is_named(tmp_path):

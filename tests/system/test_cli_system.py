@@ -313,7 +313,7 @@ def test_a_record_that_cannot_be_written_is_told_and_written_later(up):
     temporary = up.state.path / "running.tmp"
     temporary.symlink_to("/dev/full")  # removed with the attempt: the next one finds room
     os.kill(before["kvstore"], signal.SIGKILL)
-    said = f"cannot record in {up.state.path} which processes run: [Errno 28] No space left on device; mend that"
+    said = f"cannot record in {up.state.path} which processes run: {temporary} can't be written (No space left on device; "
     wait_until(lambda: said in up.errors.read_text(), "nobody was told")
     assert not temporary.is_symlink()
     assert up.running.processes["kvstore"] == before["kvstore"] and "kvstore" not in up.running.alive()

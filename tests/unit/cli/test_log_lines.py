@@ -15,9 +15,13 @@ def line(level: str, event: str, second: int = 9, **fields: object) -> str:
     return json.dumps({"instance": "decode-x", **fields, "event": event, "level": level, "timestamp": stamp})
 
 
+def nats(level: str, text: str, ago: float = 1.0) -> str:
+    return f"[29440] {datetime.fromtimestamp(END - ago):%Y/%m/%d %H:%M:%S}.393638 [{level}] {text}"
+
+
 def test_a_start_that_went_well_explains_nothing():
-    nats = "[29440] 2026/03/01 12:00:09.393638 [INF] Starting nats-server"
-    assert telling([line("info", "listening", url="http://127.0.0.1:1"), line("debug", "step"), nats, ""], END) == []
+    start = nats("INF", "Starting nats-server")
+    assert telling([line("info", "listening", url="http://127.0.0.1:1"), line("debug", "step"), start, ""], END) == []
 
 
 def test_warnings_and_errors_are_readable():
@@ -29,12 +33,14 @@ def test_warnings_and_errors_are_readable():
 
 def test_an_old_warning_explains_no_death_of_today():
     assert telling([line("warning", "kvstore failed")], END + RECENT + 5) == []
+    old, new = (nats("ERR", "127.0.0.1:4711 - cid:7 - authentication error", ago) for ago in (RECENT + 2, RECENT - 2))
+    assert telling([old, new], END) == [new]
 
 
 def test_what_is_not_json_is_shown_as_it_is_and_the_end_of_it_counts():
     trace = ["Traceback (most recent call last):", *(f'  File "{n}.py", line 1' for n in range(9)), "MemoryError: 3 GB"]
     assert telling([line("info", "loading"), *trace], END, most=3) == trace[-3:]
-    fatal = "[29440] 2026/03/01 12:00:09.393638 [FTL] Error listening on port"
+    fatal = nats("FTL", "Error listening on port")
     assert telling(["[1, 2]", fatal], END) == ["[1, 2]", fatal]
 
 

@@ -224,7 +224,7 @@ def disk(where: state.StateDir) -> Finding:
 
 
 def api_port(where: state.StateDir) -> Finding:
-    with contextlib.suppress(CommandError):  # what is wrong with the record is said where the system is looked at
+    with contextlib.suppress(CommandError, ValueError):  # what is wrong in the record is said where the system is looked at
         running = where.read()
         if running is not None and urlsplit(running.url).port == DEFAULT_PORT:
             return Finding(f"port {DEFAULT_PORT}", "ok", "the running system's own")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import shutil
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from headrace.bus import BusSettings
 from headrace.bus.testing import nats_server_path
 from headrace.cli.errors import CommandError
+from headrace.cli.full_disk import naming, trouble
 from headrace.cli.log_lines import telling
 from headrace.cli.supervisor import Child
 
@@ -67,16 +67,12 @@ class NatsServer:
         self._configure(port)
 
     def _why(self) -> str:
-        """Why its port is not written, and the way out: the folder, if this process can't write there either, else its log."""
+        """Why its port is not written, and the way out: the file, if one can't be written there, else its log."""
         try:
-            with tempfile.TemporaryFile(dir=self.folder) as probe:
+            with naming(self._ports), tempfile.TemporaryFile(dir=self.folder) as probe:
                 probe.write(bytes(PROBE))
         except OSError as error:
-            free = shutil.disk_usage(self.folder).free
-            return (
-                f"{PROBE} bytes can't be written in {self.folder} ({error.strerror}; {free} bytes are free there); "
-                "make room, or use --state-dir"
-            )
+            return f"{trouble(error)}, or use --state-dir"
         lines = telling(self.child.last_lines(200), time.time())
         return "\n    ".join([f"the end of {self.child.log}:", *lines]) if lines else f"see {self.child.log}"
 
@@ -90,13 +86,19 @@ class NatsServer:
             ports.unlink(missing_ok=True)
 
     def _configure(self, port: int) -> None:
-        self.config.touch(mode=0o600)
-        self.config.write_text(CONFIG.format(port=port, user=USER, password=self.password, folder=self.folder))
+        with naming(self.config):
+            self.config.touch(mode=0o600)
+            self.config.write_text(CONFIG.format(port=port, user=USER, password=self.password, folder=self.folder))
+
+    @property
+    def _ports(self) -> Path:
+        """The file that the server writes its port to."""
+        return self.folder / f"nats-server_{self.child.pid}.ports"
 
     def _port(self) -> int:
         """The port from the file that the server writes once it listens; 0 before."""
         try:
-            ports = json.loads((self.folder / f"nats-server_{self.child.pid}.ports").read_text())
+            ports = json.loads(self._ports.read_text())
         except (OSError, ValueError):
             return 0
         return int(ports["nats"][0].rsplit(":", 1)[1])

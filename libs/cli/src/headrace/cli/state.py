@@ -25,6 +25,7 @@ import msgspec
 from headrace.bus import BusSettings
 from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
+from headrace.cli.full_disk import naming, trouble
 from headrace.cli.program import program
 
 PATIENCE = 240.0  # seconds; `up` itself gives up before
@@ -70,7 +71,8 @@ class StateDir:
                 folder.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / "lock").open("a+")
         except OSError as error:
-            raise CommandError(f"cannot write to the state directory {self.path}: {error.strerror}; use --state-dir") from None
+            what = f"cannot write to the state directory {self.path}: {trouble(error)}"
+            raise CommandError(f"{what}, or use --state-dir") from None
         if not self._take():
             self.close()
             running = self._record()
@@ -128,7 +130,8 @@ class StateDir:
         texts = {self._running: json.dumps(asdict(running), indent=2), self._nats_url: secret_url}
         try:
             for path, text in texts.items():
-                with open(os.open(path.with_suffix(".tmp"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                temporary = path.with_suffix(".tmp")
+                with naming(temporary), open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
                     file.write(text + "\n")
             for path in texts:
                 path.with_suffix(".tmp").replace(path)

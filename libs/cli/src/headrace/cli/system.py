@@ -28,6 +28,7 @@ from headrace.bus.service import authority
 from headrace.cli import checkpoint, shared_memory
 from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
+from headrace.cli.full_disk import trouble
 from headrace.cli.log_lines import telling
 from headrace.cli.nats_server import NatsServer
 from headrace.cli.ports import check_host, free_port, holder, is_free
@@ -100,8 +101,9 @@ class System:
             self.ready = True
             self.state.write(self.running())
         except OSError as error:
+            why = trouble(error)  # before the stop makes room
             await self.stop()
-            raise CommandError(f"cannot start from {self.state.path}: {error}; mend that, or use --state-dir") from None
+            raise CommandError(f"cannot start from {self.state.path}: {why}, or use --state-dir") from None
         except BaseException:
             await self.stop()
             raise
@@ -312,8 +314,9 @@ class System:
         except OSError as error:
             if str(error) != told:
                 self.console.alert(
-                    f"cannot record in {self.state.path} which processes run: {error}; mend that (it is tried again every "
-                    f"{RECORD_SECONDS:.0f} s). All goes on meanwhile, but `drill --running` does not see those started since"
+                    f"cannot record in {self.state.path} which processes run: {trouble(error)} "
+                    f"(it is tried again every {RECORD_SECONDS:.0f} s). All goes on meanwhile, but `drill --running` does not "
+                    "see those started since"
                 )
             self._again = asyncio.get_running_loop().call_later(RECORD_SECONDS, self._record, str(error))
 
