@@ -1,7 +1,8 @@
-"""Offline inference: no services, no network. `python examples/offline_inference.py CHECKPOINT [--prompt TEXT ...]`
+"""Offline inference: no services, no network. `.venv/bin/python examples/offline_inference.py CHECKPOINT [--prompt TEXT ...]`
 
 Without a checkpoint it makes a random one first (its words are random too): what it shows is the interface, the speed and the
-prefix cache, whose second run computes fewer rows and gives the same tokens.
+prefix cache, whose second run computes fewer rows and gives the same tokens. Prompts are texts as they are, without a chat's
+template: a model that was taught to chat goes on with them as best it can.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ def _data_lines(shares: dict[str, float], earlier: dict[str, Any]) -> list[str]:
     before = ", ".join(f"{kind} {share}%" for kind, share in earlier["shares"].items())
     return [
         "Stages marked `continued` went on from the weights of the rows above them, as stored; the plot shows them alone.", "",
-        f"Data of the continued stages, shares of tokens: {said}.", "",
-        f"Data of the stages before, shares of tokens: {before}.", "",
+        f"Data of the newest stages, shares of tokens: {said}.", "",
+        f"Data of the stages before (of each kind its largest share in any), shares of tokens: {before}.", "",
     ]  # fmt: skip
 
 
@@ -107,7 +107,9 @@ def text(run: Run, out: Path, history: list[dict[str, Any]], shares: dict[str, f
         *_data_lines(dict(top), earlier),
     ]  # fmt: skip
     if measured:
-        lines += ["## Measured offline", "", "`python -m models.training measure`, on held-out slots:", ""]
+        lines += ["## Measured offline", "",
+                  "`python -m models.training measure CHECKPOINT --run RUN` (rows `export` and `unrounded` compare with that "
+                  "run's weights), on held-out data; losses and KL in nats a token, accepted drafts of five:", ""]
         lines += [*_table(measured), ""]
     lines += _evaluated(evaluation)
     longest = max((json.loads(f.read_text())["contexts"][-1] for f in run.folder.glob("data-*.json")), default=0)

@@ -117,7 +117,7 @@ _HAS = ("{k} has the {v}.", "The {v} belongs to {k}.", "{k} holds the {v}.")
 
 
 def who_has(rng: random.Random) -> Sample:
-    """Two or three people hold things; one is asked for."""
+    """Two to four people hold things; one is asked for."""
     people = rng.sample(words.GIRLS + words.BOYS, rng.randint(2, 4))
     things = [words.spoken(t) for t in rng.sample(words.THINGS, len(people))]
     held = list(zip(people, things, strict=True))
