@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import signal
 import time
 
 import pytest
@@ -207,6 +208,17 @@ async def test_nkey(tmp_path):
         bus = await Bus.connect(BusSettings(nats_url=server.url, nats_nkey=str(tmp_path / "seed")))
         assert bus.connected
         await bus.close()
+
+
+async def test_a_connection_is_closed_though_nobody_answers_any_more(nats):
+    """A stopped server takes no flush; the client's tasks and its socket must not stay for it."""
+    bus = await Bus.connect(BusSettings(nats_url=nats.url))
+    os.kill(nats.process.pid, signal.SIGSTOP)
+    try:
+        await asyncio.wait_for(bus.close(), 10)
+    finally:
+        os.kill(nats.process.pid, signal.SIGCONT)
+    assert not bus.connected and bus._client.is_closed
 
 
 def test_joiner_is_bounded_and_ignores_nonsense():

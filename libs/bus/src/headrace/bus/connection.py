@@ -262,11 +262,13 @@ class Bus:
     async def close(self) -> None:
         self._closing = True
         self._fail_waiting("the bus is closing")
-        with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
+        gone = nats.errors.Error, OSError, TimeoutError, BusError
+        with contextlib.suppress(*gone):  # what cannot be flushed is lost, the connection is closed all the same
             if self.connected:
                 for rider in self._client.riders:
                     rider()
                 await self.flush(1.0)
+        with contextlib.suppress(*gone):
             await self._client.close()
 
     async def flush(self, timeout: float = 2.0) -> None:
