@@ -10,3 +10,8 @@ def test_parts_of_a_figure_have_lines_of_their_own():
         ["stream_us", "15.0"],
         ["refusal_us", "3"],
     ]
+
+
+def test_goals_without_the_official_wheel_are_not_judged_and_that_is_said():
+    assert lines({"goals_met": None}) == ["goals were not judged: the official wheel is not installed (pip install deepseek-recipe)"]
+    assert lines({"goals_met": True})[0].split() == ["goals_met", "True"]

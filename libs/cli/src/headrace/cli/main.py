@@ -29,7 +29,7 @@ COMMANDS = {
     "demo": ("demo", "start everything, send one request twice, show what was computed and where the time went, stop"),
     "chat": ("chat", "ask the running system something and stream its answer"),
     "trace": ("trace", "the life of one request, also after it ended: who did what when"),
-    "doctor": ("doctor", "check this machine and the running system; every problem comes with a way out"),
+    "doctor": ("doctor", "check this machine and the running system, problems with a way out; free what killed systems left"),
     "drill": ("drill", "kill, stop, cut off and disturb every part of a system, and show what comes of it"),
     "bench": ("passthrough", "measure one part: gateway, engine, recipe, kernels, transfer, bus, kv, kvstore, vision"),
     "make-checkpoint": ("make_checkpoint", "write a random checkpoint in the released layout"),

@@ -86,6 +86,8 @@ def lines(result: dict[str, Any]) -> list[str]:
     for name, value in result.items():
         if isinstance(value, dict):
             shown += [name, *(f"  {part:38} {figure}" for part, figure in value.items())]
+        elif name == "goals_met" and value is None:
+            shown.append("goals were not judged: the official wheel is not installed (pip install deepseek-recipe)")
         else:
             shown.append(f"{name:40} {value}")
     return shown
