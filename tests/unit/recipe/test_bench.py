@@ -13,5 +13,6 @@ def test_parts_of_a_figure_have_lines_of_their_own():
 
 
 def test_goals_without_the_official_wheel_are_not_judged_and_that_is_said():
-    assert lines({"goals_met": None}) == ["goals were not judged: the official wheel is not installed (pip install deepseek-recipe)"]
+    (said,) = lines({"goals_met": None})
+    assert said == "goals were not judged: the official wheel is not installed (pip install deepseek-recipe)"
     assert lines({"goals_met": True})[0].split() == ["goals_met", "True"]
