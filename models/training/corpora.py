@@ -28,17 +28,17 @@ FILES = {
 PIECE = 3000  # characters of a book or program in one document, about
 
 
-def text_of(name: str, folder: Path = FOLDER) -> str:
+def text_of(name: str) -> str:
     """A corpus file decompressed; "" if it is not there."""
-    path = folder / FILES[name]
+    path = FOLDER / FILES[name]
     return lzma.decompress(path.read_bytes()).decode("utf-8") if path.exists() else ""
 
 
 def pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """Paragraphs joined to pieces of about `size` characters."""
+    """Paragraphs joined to pieces of about `size` characters; none of an empty text."""
     piece: list[str] = []
     length = 0
-    for paragraph in text.split("\n\n"):
+    for paragraph in text.split("\n\n") if text else ():
         piece.append(paragraph)
         length += len(paragraph) + 2
         if length >= size:

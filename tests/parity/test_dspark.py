@@ -22,7 +22,7 @@ from headrace.engine.make_checkpoint import PRESETS, config_json, small_tokenize
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
-TOLERANCE = 1e-5  # max|a - b| / max|b|
+TOLERANCE = 2e-5  # max|a - b| / max|b|; fp32 sums in another order: 1.4e-5 was seen on a CPU with AMX
 TOKENS = 150
 # The oracle always has an image encoder.
 VISION = {

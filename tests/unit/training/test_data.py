@@ -231,3 +231,13 @@ def test_pictures_are_answered_with_and_without_thinking():
     thinking = [s for s in drawn if s.conversation.thinking_mode]
     assert 30 <= len(thinking) <= 70
     assert all(s.reasoning for s in thinking) and not any(s.reasoning for s in drawn if not s.conversation.thinking_mode)
+
+
+def test_a_corpus_that_is_not_there_has_no_samples_and_no_share(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "FOLDER", tmp_path)
+    corpora.samples.cache_clear()
+    try:
+        for kind in ("books", "gsm8k", "tldr", "wordnet"):
+            assert corpora.samples(kind) == () and kind not in mix.available(mix.PRETRAIN)
+    finally:
+        corpora.samples.cache_clear()
