@@ -221,6 +221,18 @@ async def test_a_connection_is_closed_though_nobody_answers_any_more(nats):
     assert not bus.connected and bus._client.is_closed
 
 
+async def test_who_closes_a_connection_can_be_cancelled(nats):
+    bus = await Bus.connect(BusSettings(nats_url=nats.url))
+    os.kill(nats.process.pid, signal.SIGSTOP)
+    closing = asyncio.create_task(bus.close())
+    await asyncio.sleep(0.2)
+    closing.cancel()
+    await asyncio.wait({closing}, timeout=10)
+    os.kill(nats.process.pid, signal.SIGCONT)
+    assert closing.cancelled()
+    await bus.close()
+
+
 def test_joiner_is_bounded_and_ignores_nonsense():
     joiner = Joiner()
     assert joiner.push(m.Chunk("a", 5, 2, b"x"), 0) is None and not joiner.partial

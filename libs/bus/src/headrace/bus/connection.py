@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +44,7 @@ PARTIAL_SECONDS = 10.0  # an unfinished message is dropped after this
 MAX_UNSENT = 64 << 20  # bytes waiting for the socket
 SWEEP_SECONDS = 0.025  # time-outs are noticed this much late
 PING_SECONDS = 2  # a server that leaves three of these pings unanswered is lost, and another connection is tried
+CLOSE_SECONDS = 2.0  # for what is left to write and for the socket, when a connection is closed
 LATE_SECONDS = 0.1  # a sweep that comes later than this shows that the process was held up
 REPLY_PREFIX = "_INBOX"
 
@@ -194,8 +195,21 @@ class Subscription:
 
     async def close(self) -> None:
         self._client.direct.pop(self._inner._id, None)
-        with contextlib.suppress(nats.errors.Error):
+        with _leaving():
             await self._inner.unsubscribe()
+
+
+@contextlib.contextmanager
+def _leaving() -> Iterator[None]:
+    """What a server that is away, or goes meanwhile, does to who leaves it. Then nats-py cancels what it waits for itself: only
+    a cancellation that somebody asked of this task goes on."""
+    try:
+        yield
+    except (nats.errors.Error, OSError, TimeoutError, BusError):
+        pass
+    except asyncio.CancelledError:
+        if asyncio.current_task().cancelling():
+            raise
 
 
 class Bus:
@@ -260,16 +274,18 @@ class Bus:
         self._client.riders.append(rider)
 
     async def close(self) -> None:
+        """Raises nothing, and takes a few seconds at most: what a server that is away takes no more is lost, and the
+        connection is closed all the same."""
         self._closing = True
         self._fail_waiting("the bus is closing")
-        gone = nats.errors.Error, OSError, TimeoutError, BusError
-        with contextlib.suppress(*gone):  # what cannot be flushed is lost, the connection is closed all the same
+        with _leaving():
             if self.connected:
                 for rider in self._client.riders:
                     rider()
                 await self.flush(1.0)
-        with contextlib.suppress(*gone):
-            await self._client.close()
+        with _leaving():
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._client.close()
 
     async def flush(self, timeout: float = 2.0) -> None:
         """Returns when the server has seen everything written so far; a subscription counts only after this."""

@@ -15,10 +15,9 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
@@ -39,7 +38,6 @@ from headrace.cli.supervisor import Child, Death, Supervisor
 DEFAULT_PORT = 8000
 START_TIMEOUT = 180.0  # seconds from the first process to `ready`
 STOP_MARGIN = 5.0  # seconds beyond a service's own drain budget before it is killed
-BUS_BUDGET = 3.0  # seconds for each part of leaving the bus, which has a shorter limit of its own where NATS is silent
 STOP_BUDGET = 10.0  # seconds for services that have nothing left to finish
 RECORD_SECONDS = 5.0  # between two tries at recording which processes run
 
@@ -141,10 +139,11 @@ class System:
         self.ready = False
         peers, bus = self.peers, self.bus
         self.peers = self.bus = None
-        if peers:
-            await self._leave(peers.stop())
-        if bus:
-            await self._leave(bus.close())
+        with self._noted("leaving the bus"):
+            if peers:
+                await peers.stop()
+            if bus:
+                await bus.close()
         drain = self.options.drain_seconds + STOP_MARGIN
         order = ((("gateway",), drain), (("prefill", "decode", "vision"), STOP_BUDGET), (("kvstore",), STOP_BUDGET))
         for roles, budget in order:
@@ -164,18 +163,6 @@ class System:
                 memory.release()
         with self._noted(f"removing the record from {self.state.path}"):
             self.state.release()
-
-    async def _leave(self, part: Coroutine[Any, Any, None]) -> None:
-        """End a part of the connection, in a task of its own: a NATS that dies meanwhile may cancel what waits for it there."""
-        task = asyncio.create_task(part)
-        await asyncio.wait({task}, timeout=BUS_BUDGET)
-        with self._noted("leaving the bus"):
-            if not task.done():
-                task.cancel()
-                raise TimeoutError(f"not done within {BUS_BUDGET:.0f} s")
-            if task.cancelled():
-                raise ConnectionError("NATS went away")
-            task.result()
 
     async def _stop(self, children: list[Child], budget: float) -> None:
         """End these, within `budget` seconds."""
