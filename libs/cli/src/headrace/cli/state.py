@@ -26,6 +26,7 @@ from headrace.bus import BusSettings
 from headrace.cli.console import Console
 from headrace.cli.errors import CommandError
 from headrace.cli.full_disk import naming, trouble
+from headrace.cli.process_stat import runs_under
 from headrace.cli.program import program
 
 PATIENCE = 240.0  # seconds; `up` itself gives up before
@@ -47,7 +48,7 @@ class Running:
     def alive(self) -> dict[str, int]:
         """Processes that run now, name -> pid. A record that could not be renewed names dead ones, whose pids may be
         anybody's by now: only children of this system count."""
-        return {name: pid for name, pid in self.processes.items() if _runs_under(self.pid, pid)}
+        return {name: pid for name, pid in self.processes.items() if runs_under(self.pid, pid)}
 
     def bus_settings(self) -> BusSettings:
         return BusSettings(self.nats_url, self.nats_user, self.nats_password)
@@ -160,15 +161,6 @@ class StateDir:
     def _forget(self) -> None:
         self._running.unlink(missing_ok=True)
         self._nats_url.unlink(missing_ok=True)
-
-
-def _runs_under(parent: int, pid: int) -> bool:
-    """Whether the process runs and is a child of `parent` (proc(5): state and parent are the fields behind the name)."""
-    try:
-        state, of = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
-    except (OSError, IndexError):
-        return False
-    return state != "Z" and int(of) == parent
 
 
 def default_path() -> Path:

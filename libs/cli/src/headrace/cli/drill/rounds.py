@@ -19,9 +19,10 @@ from headrace.bus import BusError
 from headrace.cli.drill.client import Ask, Client, Seen
 from headrace.cli.drill.figures import quantile
 from headrace.cli.drill.load import Answers, Mix
-from headrace.cli.drill.target import POLL, Target, process_state
+from headrace.cli.drill.target import POLL, Target
 from headrace.cli.drill.watch import Watch, to_unix
 from headrace.cli.errors import CommandError
+from headrace.cli.process_stat import process_state
 
 CLIENTS = 6  # requests of a round
 MOMENT = 15.0  # seconds until a process has reached the moment at which its fault is armed

@@ -23,6 +23,7 @@ from headrace.bus import messages as m
 from headrace.cli.console import Console
 from headrace.cli.drill.netns import Wire
 from headrace.cli.errors import CommandError
+from headrace.cli.process_stat import runs, started_at
 from headrace.cli.state import StateDir, default_path
 from headrace.cli.supervisor import Child, Supervisor
 from headrace.cli.system import Options, System
@@ -221,7 +222,7 @@ class Own(Target):
         return self.system.nats.settings
 
     def pids(self) -> dict[str, int]:
-        return {child.name: child.pid for child in self.supervisor.children if child.pid and _runs(child.pid)}
+        return {child.name: child.pid for child in self.supervisor.children if child.pid and runs(child.pid)}
 
     @property
     def expected(self) -> list[str]:
@@ -286,24 +287,3 @@ class Borrowed(Target):
     @property
     def expected(self) -> list[str]:
         return self._expected
-
-
-def _runs(pid: int) -> bool:
-    return process_state(pid) not in ("", "Z")
-
-
-def started_at(pid: int) -> float:
-    """Unix time at which a process began; 0 when there is none."""
-    try:
-        ticks = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
-    except (OSError, IndexError):
-        return 0.0
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def process_state(pid: int) -> str:
-    """R, S, T (stopped), Z ...; "" when there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (OSError, IndexError):
-        return ""
