@@ -22,7 +22,8 @@ from headrace.engine.make_checkpoint import PRESETS, config_json, small_tokenize
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
-TOLERANCE = 2e-5  # max|a - b| / max|b|; fp32 sums in another order: 1.4e-5 was seen on a CPU with AMX
+# max|a - b| / max|b|. A CPU with AMX adds fp32 in another order than others: 1.4e-5 was seen.
+TOLERANCE = 2e-5 if torch.cpu._is_amx_tile_supported() else 1e-5
 TOKENS = 150
 # The oracle always has an image encoder.
 VISION = {

@@ -149,9 +149,13 @@ def test_without_batch_invariance_values_agree_closely(path, model):
     plain = load_model(path, numerics="exact")
     ids = tokens(6, 300)
     apart = (whole(plain, ids) - whole(model, ids)).abs()
-    # Other last bits decide a near tie of routing or selection otherwise, and move that row and the window behind it. Seen:
-    # with AVX-512 nothing above 1e-3, without 0.0054 in a few values, with AMX 0.116 in one row and 1.7 % of values above 1e-3.
-    assert apart.median() < 1e-5 and (apart > 1e-3).float().mean() < 0.05
+    # Without AVX-512 other last bits move a few values further: 0.0054 was seen. With AMX they decide a near tie of selection
+    # otherwise, and move that row and the window behind it: 0.116 in one row and 1.7 % of values above 1e-3 were seen.
+    wide = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    if torch.cpu._is_amx_tile_supported():
+        assert apart.median() < 1e-5 and (apart > 1e-3).float().mean() < 0.05
+    else:
+        assert apart.median() < 1e-5 and apart.max() < (1e-3 if wide else 0.01)
 
 
 # ------------------------------------------------------------------ hits
