@@ -30,8 +30,6 @@ from .sample import PROMPT_WEIGHT, Renderer, Sample
 
 KINDS = ("story_chat", "three_digits", "tool_simple", "small_talk", "why", "table", "books")  # books: free prose
 BINS = 10
-
-
 LONGEST = 1024  # tokens of a sequence that is looked at
 
 

@@ -17,30 +17,32 @@ from .. import words
 from ..sample import Sample, ask, held_out
 from .stories import cast, tell
 
-_FORMS = (  # a statement, the question about it, its answer; `_VALUES` has what may stand in each
-    ("The secret number of {k} is {v}.", "What is the secret number of {k}?", "The secret number of {k} is {v}."),
-    ("The code word of {k} is {v}.", "What is the code word of {k}?", "The code word of {k} is {v}."),
-    ("{k} keeps the {v} in the cellar.", "What does {k} keep in the cellar?", "{k} keeps the {v} in the cellar."),
-    ("{k} was born in {v}.", "Where was {k} born?", "{k} was born in {v}."),
-    ("The password for {k} is {v}.", "What is the password for {k}?", "The password for {k} is {v}."),
-    ("{k} lives in {v}.", "Where does {k} live?", "{k} lives in {v}."),
-    ("{k} likes {v}.", "What does {k} like?", "{k} likes {v}."),
-    ("{k} bought the {v}.", "What did {k} buy?", "{k} bought the {v}."),
+
+def _thing(rng: random.Random) -> str:
+    return words.spoken(rng.choice(words.THINGS))
+
+
+def _city(rng: random.Random) -> str:
+    return rng.choice(words.CITIES)
+
+
+def _password(rng: random.Random) -> str:
+    return "".join(rng.choice(string.ascii_lowercase + string.digits) for _ in range(rng.randint(4, 8)))
+
+
+Value = Callable[[random.Random], str]
+_FORMS: tuple[tuple[str, str, str, Value], ...] = (  # a statement, the question about it, its answer, what is said
+    ("The secret number of {k} is {v}.", "What is the secret number of {k}?", "The secret number of {k} is {v}.",
+     lambda rng: str(rng.randint(100, 9999))),
+    ("The code word of {k} is {v}.", "What is the code word of {k}?", "The code word of {k} is {v}.", _thing),
+    ("{k} keeps the {v} in the cellar.", "What does {k} keep in the cellar?", "{k} keeps the {v} in the cellar.",
+     lambda rng: f"{rng.choice(words.COLORS)} {_thing(rng)}"),
+    ("{k} was born in {v}.", "Where was {k} born?", "{k} was born in {v}.", _city),
+    ("The password for {k} is {v}.", "What is the password for {k}?", "The password for {k} is {v}.", _password),
+    ("{k} lives in {v}.", "Where does {k} live?", "{k} lives in {v}.", _city),
+    ("{k} likes {v}.", "What does {k} like?", "{k} likes {v}.", lambda rng: rng.choice(words.FOODS)),
+    ("{k} bought the {v}.", "What did {k} buy?", "{k} bought the {v}.", _thing),
 )  # fmt: skip
-_VALUES: tuple[Callable[[random.Random], str], ...] = (
-    lambda rng: str(rng.randint(100, 9999)),
-    lambda rng: words.spoken(rng.choice(words.THINGS)),
-    lambda rng: f"{rng.choice(words.COLORS)} {words.spoken(rng.choice(words.THINGS))}",
-    lambda rng: rng.choice(words.CITIES),
-    lambda rng: "".join(rng.choice(string.ascii_lowercase + string.digits) for _ in range(rng.randint(4, 8))),
-    lambda rng: rng.choice(words.CITIES),
-    lambda rng: rng.choice(words.FOODS),
-    lambda rng: words.spoken(rng.choice(words.THINGS)),
-)
-
-
-def _value(form: int, rng: random.Random) -> str:
-    return _VALUES[form](rng)
 
 
 ALIKE = 0.5  # of needles lie among facts of their own form only
@@ -54,7 +56,7 @@ def needle(rng: random.Random, characters: int | None = None, alike: float = ALI
     facts: dict[str, tuple[int, str]] = {}
     for name in rng.sample(words.GIRLS + words.BOYS, rng.randint(2, 6)):
         form = rng.randrange(len(_FORMS)) if same is None else same
-        facts[name] = (form, _value(form, rng))
+        facts[name] = (form, _FORMS[form][3](rng))
     pieces: list[str] = []
     while sum(map(len, pieces)) < characters:
         story = tell(rng)[2]
@@ -155,7 +157,7 @@ class Fact:
     def asked(self, rng: random.Random) -> tuple[str, str, str]:
         """(question, answer, what the answer must hold)."""
         if self.form < len(_FORMS):
-            _, question, answer = _FORMS[self.form]
+            _, question, answer, _ = _FORMS[self.form]
         elif rng.random() < 0.5:
             return f"Who has the {self.value}?", f"{self.name} has the {self.value}.", self.name
         else:
@@ -179,7 +181,7 @@ def _facts(rng: random.Random, count: int, side: bool) -> list[Fact]:
     for name in rng.sample(words.GIRLS + words.BOYS, count):
         form = rng.choice(forms)
         for _ in range(200):
-            value = words.spoken(rng.choice(words.THINGS)) if form == len(_FORMS) else _value(form, rng)
+            value = _thing(rng) if form == len(_FORMS) else _FORMS[form][3](rng)
             fact = Fact(form, name, value)
             if value not in values and _on_side(fact, side):
                 values.add(value)
