@@ -10,6 +10,7 @@ import os
 import pty
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -54,12 +55,14 @@ def fake_python(where: Path, calls: Path, fails: str = "nothing at all") -> None
 
 
 def launch(path: Path, tmp_path: Path, *argv: str, **env: str) -> subprocess.CompletedProcess:
+    """As from a terminal: tests that run in the background of a script have SIGINT ignored, and so would all that they start."""
     return subprocess.run(
         [LAUNCHER, *argv],
         env={"PATH": str(path), "HEADRACE_VENV": str(tmp_path / "venv"), **env},
         capture_output=True,
         text=True,
         timeout=30,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
