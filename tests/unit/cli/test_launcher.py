@@ -55,7 +55,7 @@ def fake_python(where: Path, calls: Path, fails: str = "nothing at all") -> None
 
 
 def launch(path: Path, tmp_path: Path, *argv: str, **env: str) -> subprocess.CompletedProcess:
-    """As from a terminal: tests that run in the background of a script have SIGINT ignored, and so would all that they start."""
+    """As from a terminal: in the background of a script tests have SIGINT ignored, and so would all that they start."""
     return subprocess.run(
         [LAUNCHER, *argv],
         env={"PATH": str(path), "HEADRACE_VENV": str(tmp_path / "venv"), **env},
