@@ -2,8 +2,8 @@
 
     python -m headrace.kernels.tune_decode --seconds 150 [--json FILE] [--only TEXT]
 
-Shapes are those of the released model with 96 experts on the card (top 6, random routing) and its linears: FP8 ones at batch 1,
-8, 64 and 256, bf16 ones with fp32 results at 64. Compiles every candidate in parallel processes, checks each result against the
+Shapes are those of the released model with 96 experts on the card (top 6, random routing) and its linears: FP8 ones at batch 1
+to 256, bf16 ones with fp32 results at 64 to 256. Compiles every candidate in parallel processes, checks each result against the
 reference, times it, and prints the best beside what `tuning` chooses for the stored formats. What is worth keeping goes by hand
 into `tuning`.
 """
@@ -37,7 +37,7 @@ LINEAR = [
 ]  # fmt: skip
 SMALL = [("gate", EXPERTS, 5120), ("index weights", 32, 5120), ("compressor", 512, 5120), ("compressor of pairs", 1024, 5120)]
 BESIDE = {"wo_a": 8}  # linears that are as many products side by side
-BATCHES = (64, 256, 8, 1, 4096)  # the last: prefill reads the same packed weights
+BATCHES = (64, 256, 128, 8, 1, 4096)  # the last: prefill reads the same packed weights
 
 
 @dataclasses.dataclass
@@ -67,7 +67,7 @@ class Shape:
 def shapes() -> list[Shape]:
     found = [Shape(name, "mxfp4", batch, n, k, EXPERTS) for batch in BATCHES for name, n, k in MOE]
     found += [Shape(name, "fp8", batch, n, k) for batch in BATCHES for name, n, k in LINEAR]
-    return found + [Shape(name, "bf16", 64, n, k) for name, n, k in SMALL]
+    return found + [Shape(name, "bf16", batch, n, k) for batch in (64, 128, 256) for name, n, k in SMALL]
 
 
 def candidates(shape: Shape) -> list[dict]:
@@ -89,7 +89,13 @@ def candidates(shape: Shape) -> list[dict]:
         # Rows are read once a tile: with 64 columns twice the weight's bytes through the second cache, with 256 half.
         tiles = [(128, 8, 3), (64, 4, 4), (256, 16, 3), (128, 16, 3), (64, 4, 3), (256, 8, 3), (128, 8, 2)]
         return [_config(64, *tile, 1, 1, waves) for waves, tile in itertools.product((2, 1, 3), tiles)]
-    blocks = {1: (16,), 8: (16,), 256: (128, 256)}[shape.batch]
+    if shape.batch >= 128:  # a tile of 256 rows decodes a weight once, and leaves a processor one program
+        tiles = [(128, 128, 8, 3), (128, 64, 4, 4), (128, 128, 4, 3), (128, 256, 16, 3), (64, 128, 8, 3), (64, 256, 16, 3)]
+        if shape.batch == 256:
+            tiles = [(256, 128, 8, 3), (256, 64, 4, 3), (256, 64, 8, 3), (256, 128, 16, 3), *tiles]
+        found = [_config(m, n, warps, stages, 1, 1, waves) for waves in (1, 2) for m, n, warps, stages in tiles]
+        return found + [_config(*tiles[0], 1, 1, 3), _config(*tiles[0], 1, 0, 1)]
+    blocks = (16,)
     tiles = [(128, 8, 3), (64, 4, 4), (128, 4, 3), (64, 4, 6)]
     found = [_config(m, *tile, 1, 1, waves) for waves, m, tile in itertools.product((2, 4, 1), blocks, tiles)]
     return found + [_config(blocks[0], *tile, 1, 0, 2) for tile in tiles[:2]]
