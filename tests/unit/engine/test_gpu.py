@@ -235,6 +235,50 @@ def test_the_drafts_bench_runs_the_whole_engine_three_ways():
     assert row["length_none"] == 1.0 and 1.5 < row["length_full"] < 5.5  # 3.4 are expected
 
 
+def test_the_whole_engines_steps_are_held_against_the_device_alone(monkeypatch):
+    """On passes of zeros, for greedy rows and drawn ones; what the device alone takes is given."""
+    model = without_device(build(configure(SMALL, 6, 4), torch.device("cpu")))
+    monkeypatch.setattr(bench, "decode", lambda model, batch, context, *_: {"device_ms": context / 1e6, "step_ms": 1.0})
+    for temperature in (0.0, 1.0):
+        row = bench.engine(model, 2, 8, 6, temperature, 1.0, 1)
+        assert row["device_ms"] == 11e-6 and 0.9 < row["not_hidden"] < 1
+        assert row["step_ms"] > row["idle_ms"] > 0 and row["tokens_per_second"] == pytest.approx(2e3 / row["step_ms"], rel=0.01)
+
+
+# Draws of the sampling kernels: rows of several kinds in one call, alone, and many of one distribution.
+DRAWS = """
+import numpy as np, torch
+from headrace.engine import api, rng
+from headrace.engine.sampler import Draw, by_kernel
+torch.manual_seed(1)
+logits = torch.randn(9, 50)
+logits[3, 7:] = -torch.inf
+logits[4, [20, 30]] = 9.0
+kinds = [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 1e-6}, {}, {"temperature": 0.0}, {"top_p": 0.5}, {"min_p": 0.3},
+         {"top_k": 5, "top_p": 0.9, "temperature": 0.7}, {"seed": 1 << 63}]
+draws = [Draw(api.SamplingParams(**{"seed": i, **kind}), 0, 5 + i, [], 0) for i, kind in enumerate(kinds)]
+tokens = by_kernel(logits, draws)
+best = logits.argmax(-1)
+assert tokens.dtype == torch.int64 and tokens[:3].tolist() == best[:3].tolist() and tokens[4] == 20 and tokens[3] < 7
+assert tokens.tolist() == [int(by_kernel(logits[i : i + 1], draws[i : i + 1])) for i in range(9)]
+assert by_kernel(logits[:1], draws[:1]).tolist() == best[:1].tolist()  # nobody draws
+p = torch.tensor([0.45, 0.3, 0.15, 0.07, 0.03])
+for kind, left in (({"temperature": 0.5}, p**2), ({"min_p": 0.2}, p[:3])):
+    many = [Draw(api.SamplingParams(seed=s, **kind), 0, s % 7, [], 0) for s in range(150)]
+    counts = np.bincount(by_kernel(p.log().expand(150, -1).contiguous(), many).numpy(), minlength=5)
+    expected = 150 * (left / left.sum()).numpy()
+    assert counts[len(left):].sum() == 0 and ((counts[: len(left)] - expected) ** 2 / expected).sum() < 18, (kind, counts)
+"""
+
+
+def test_the_sampling_kernels_draw_what_the_engine_asks_for():
+    """Chi-square of at most 4 degrees of freedom: above 18 once in 800 tries, and these draws are always the same."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", DRAWS]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+
+
 def test_the_policy_can_be_looked_at_on_times_that_were_measured_before(tmp_path, capsys):
     """A draft that always stands is worth its time on that machine, one that never does is not."""
     lines = [{"card": "X"}, {"curve": "forward", "rows": 1, "ms": 3.0}]

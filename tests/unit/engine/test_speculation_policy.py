@@ -16,6 +16,7 @@ from headrace.engine.speculation import (
     PLAIN_STEPS,
     PROBE_SHARE,
     PROBES,
+    QUIET,
     Costs,
     Options,
     Ready,
@@ -312,6 +313,22 @@ def test_drafting_stops_where_it_costs_more_than_it_brings_and_is_tried_again_fo
     assert 0.8 * PROBE_SHARE < 10.0 * len(steps) / 10_000 < 1.1 * PROBE_SHARE
     assert steps[-1] < 10_000
     assert sum(speculator.counts["verified"]) == PROBES * len(steps), "a try verifies, or nothing would be learned"
+
+
+def test_where_nobody_is_to_draft_that_is_not_weighed_in_every_step(monkeypatch):
+    """The host's time for it would be felt in each. Those that are tried meanwhile are tried all the same."""
+    asked = []
+    how_many = Speculator._how_many
+    monkeypatch.setattr(Speculator, "_how_many", lambda self, *rest: asked.append(self.step) or how_many(self, *rest))
+    dear = StepCurve({1: 1.0, 64: 64.0})
+    policy = Speculator(Options(5), Costs(dear, dear))
+    policy.typical, policy.windows, sequences = [0.01] * 5, 1000, [sequence(str(i)) for i in range(8)]
+    tried = []
+    for _ in range(4000):
+        policy.lengths([Ready(one, 0) for one in sequences], 64)
+        tried.append(len(policy.wants(sequences)))
+    assert asked == [*range(1, 4001, QUIET)]
+    assert set(tried) == {0, PROBES}
 
 
 def test_a_few_among_many_do_not_draft_where_that_costs_the_others_more():

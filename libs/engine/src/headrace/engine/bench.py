@@ -79,6 +79,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--fit", metavar="FILE", help="with --prompts: write temperatures that fit what was served here")
     parser.add_argument("--spread", type=float, default=0.2, help="with --profile: probabilities differ by up to so much")
     parser.add_argument("--seconds", type=float, default=4.0, help="with --speculation: for each way and batch (default 4)")
+    parser.add_argument("--ahead", action="store_true", help="with --speculation and without --prompts: plan steps ahead")
     parser.add_argument("--rollback-gate", type=float, default=0.3, help="with --speculation: of the schedule (default 0.3)")
     parser.add_argument("--batch", type=_sizes, default=[1, 8, 32], metavar="N,N...", help="batch sizes (default 1,8,32)")
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens (default 128)")

@@ -41,7 +41,7 @@ def measure(path: str | Path, args: argparse.Namespace) -> dict:
         runs = {way: [] for way in WAYS}
         for number in range(args.repeat + 1):
             for way in WAYS:
-                run = _run(model, size, WAYS[way], curves, args)
+                run = one(model, size, WAYS[way], curves, args)
                 if number:  # the first warms up
                     runs[way].append(run)
         batches[str(size)] = {way: _median(some) for way, some in runs.items()}
@@ -69,7 +69,7 @@ def _curves(model, size: int, args: argparse.Namespace) -> Curves:
     return measure_steps(EngineCore(model, config).runner, size, config.max_num_batched_tokens, model.draft_block)
 
 
-def _run(model, size: int, ahead: bool, curves: Curves | None, args: argparse.Namespace) -> dict[str, float]:
+def one(model, size: int, ahead: bool, curves: Curves | None, args: argparse.Namespace) -> dict[str, float]:
     """Milliseconds of a step in which all decode, and of those that the model's thread was idle; tokens per second."""
     rng, core = np.random.default_rng(args.seed), EngineCore(model, _config(model, size, ahead, args))
     if curves:

@@ -10,18 +10,22 @@ With `--prompts` the three engines serve the same requests, `batch` at a time, a
 what differs is the time alone. A run serves each prompt once, and as many more as fill two batches; the first does not count.
 Figures are medians of `--repeat` runs, and of the ratio of each run, whose range is given too.
 
-The three engines take turns, a few steps each, so that all meet the same machine. Only steps in which the whole batch decodes
-count. CPU seconds are those of this process: on a machine with other work they change less than wall time. On a CPU with one
-thread the scheduler is given them too, as its clock, so that it does not take another process's work for the cost of a row.
+With `--ahead` each step is planned while the one before it runs, as in services; without, behind it, so that processor time can
+be told apart. The three engines take turns, a few steps each, so that all meet the same machine. Only steps in which the whole
+batch decodes count. CPU seconds are those of this process: on a machine with other work they change less than wall time. On a
+CPU with one thread the scheduler is given them too, as its clock, so that it does not take another process's work for the cost
+of a row.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +36,7 @@ import torch
 from . import api
 from .core import EngineCore
 from .loader import load_model
+from .pipeline import Pipeline
 from .runner import Runner
 from .sampler import choose
 from .sequence import Chosen
@@ -82,6 +87,9 @@ class LotRunner(Runner):
         return super()._window(s, rules)
 
     def accept(self, logits: torch.Tensor, windows: list[Window]) -> list[list[Chosen]]:
+        if not any(window.drafts for window in windows):  # nothing to decide: it must not cost what no engine pays
+            self._chances = []
+            return super().accept(logits, windows)
         drawn = choose(logits, [draw for window in windows for draw in window.draws], self.model.eos_token_ids)
         out, start = [], 0
         for window, chances in zip(windows, self._chances, strict=True):
@@ -102,10 +110,11 @@ class Way:
     """One engine and what it has done in steps that count. Lists: one value a turn."""
 
     core: EngineCore
+    pipeline: Pipeline | None = None  # of steps that are planned ahead
     tokens: int = 0
     steps: int = 0
     wall: float = 0.0
-    cpu: float = 0.0
+    cpu: float = 0.0  # of all threads
     rates: list[float] = field(default_factory=list)  # tokens per CPU second
     over: bool = False
 
@@ -130,14 +139,19 @@ def measure(path: Any, args: argparse.Namespace) -> dict:
 
 def ways_of(model, size: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Figures of the three ways at one batch size, in turns."""
-    ways = {name: Way(_engine(model, size, args, config)) for name, config in WAYS.items()}
-    for way in ways.values():
-        _fill(way.core, size, args)
-        _turn(way, size, WARM_UP, count=False)
-    end = time.monotonic() + args.seconds * len(ways)
-    while time.monotonic() < end and not any(way.over for way in ways.values()):
+    with ExitStack() as stack:
+        ways = {name: Way(_engine(model, size, args, config)) for name, config in WAYS.items()}
         for way in ways.values():
-            _turn(way, size, SLICE)
+            _fill(way.core, size, args)
+            if args.ahead:
+                way.pipeline = stack.enter_context(Pipeline(way.core))
+            _turn(way, size, WARM_UP, count=False)
+        gc.collect()
+        gc.freeze()  # as services do: else each step pays for looking through what the process has loaded
+        end = time.monotonic() + args.seconds * len(ways)
+        while time.monotonic() < end and not any(way.over for way in ways.values()):
+            for way in ways.values():
+                _turn(way, size, SLICE)
     if any(not way.rates for way in ways.values()):
         raise RuntimeError(f"batch {size}: no whole turn was made; raise --output ({args.output})")
     return {name: _figures(way) for name, way in ways.items()}
@@ -272,8 +286,8 @@ def _fill(core: EngineCore, size: int, args: argparse.Namespace) -> None:
 
 def _turn(way: Way, size: int, steps: int, count: bool = True) -> None:
     tokens, wall, cpu = 0, time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        events = [event for event in _step(way.core) if isinstance(event, api.Tokens)]
+    for left in reversed(range(steps)):
+        events = [event for event in _step(way.core, way.pipeline, left > 0) if isinstance(event, api.Tokens)]
         if len(events) < size or any(event.finish for event in events):
             way.over = True
             return
@@ -285,8 +299,12 @@ def _turn(way: Way, size: int, steps: int, count: bool = True) -> None:
         way.rates.append(tokens / cpu)
 
 
-def _step(core: EngineCore) -> list[api.Event]:
-    events = core.step() or []
+def _step(core: EngineCore, pipeline: Pipeline | None = None, more: bool = False) -> list[api.Event]:
+    """`more`: the next step may be planned ahead."""
+    if pipeline is None:
+        events = core.step() or []
+    else:
+        events = pipeline.step(more or not pipeline.running) or []
     for event in events:
         if isinstance(event, api.Failed):
             raise RuntimeError(f"{event.request}: {event.message}")

@@ -27,12 +27,19 @@ class Pipeline:
 
     def __exit__(self, *_) -> None:
         while self._running:
-            self.step()
+            self.step(more=False)
         self._thread.shutdown()
 
-    def step(self) -> list[api.Event] | None:
-        """The events of the oldest step under way, once it is over. None when there is none and none can be planned."""
-        self._fill()
+    @property
+    def running(self) -> int:
+        """Steps under way."""
+        return len(self._running)
+
+    def step(self, more: bool = True) -> list[api.Event] | None:
+        """The events of the oldest step under way, once it is over. None when there is none and none can be planned, or is to
+        be: without `more` none is begun."""
+        if more:
+            self._fill()
         if not self._running:
             return None
         plan, future = self._running[0]

@@ -13,14 +13,13 @@ from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import torch
 
 from .batch import Model
 from .cache import KVPool
 from .grammar import GrammarError, Rule, Walk
-from .sampler import Draw, choose, score
+from .sampler import Draw, choose, choose_there, score
 from .sequence import Chosen, Image, Plan, Proposal, Result, Row, Sample, Sequence
 from .verify import Window, accept, drafting, window_draws
 
@@ -149,7 +148,7 @@ class Runner:
         drawn_from = self._drafted_from[s.sequence.slot][: len(s.drafts)] if s.drafts and self._drafted_from else None
         draws = window_draws(_draw(s), s.drafts)
         for i, (allowed, held) in enumerate(rules):
-            draws[i] = replace(draws[i], allowed=allowed, held=held)
+            draws[i].allowed, draws[i].held = allowed, held
         return Window(draws, s.drafts, drawn_from)
 
     def _follow(self, sequence: Sequence, chosen: list[Chosen], result: Result) -> bool:
@@ -181,23 +180,28 @@ class Runner:
         if not entries:
             return
         behind = [[*s.late, *(one.token for one in chosen)] for s, chosen in entries]
-        draws = [replace(_draw(s), more=more) for (s, _), more in zip(entries, behind, strict=True)]
-        draws = [replace(draw, purpose=drafting(self.acceptance, draw)) for draw in draws]
-
+        draws = [_draw(s).behind(more, s.position + len(chosen)) for (s, chosen), more in zip(entries, behind, strict=True)]
+        for draw in draws:
+            draw.purpose = drafting(self.acceptance, draw)
         walks = [s.sequence.matcher and Walk(s.sequence.matcher) for s, _ in entries]
+        free = all(walk is None for walk in walks) and all(draw.free for draw in draws)
 
         def take(place: int, logits: torch.Tensor) -> torch.Tensor:
-            pairs = zip(draws, entries, strict=True)
-            here = [replace(draw, position=draw.position + len(draw.more) - len(s.late)) for draw, (s, _) in pairs]
-            for row, walk in enumerate(walks):
-                if walk is not None:
-                    here[row].allowed, here[row].held = walk.rule
-            tokens = choose(logits, here, self.model.eos_token_ids)
-            for more, walk, token in zip(behind, walks, tokens, strict=True):
-                more.append(token)
-                if walk is not None:
-                    walk.take(token)
-            return torch.tensor(tokens, device=logits.device)
+            if free:  # of the tokens before, only their number counts: the device need not tell them
+                tokens = choose_there(logits, draws)
+            else:
+                for draw, walk in zip(draws, walks, strict=True):
+                    if walk is not None:
+                        draw.allowed, draw.held = walk.rule
+                said = choose(logits, draws, self.model.eos_token_ids)
+                for more, walk, token in zip(behind, walks, said, strict=True):
+                    more.append(token)
+                    if walk is not None:
+                        walk.take(token)
+                tokens = torch.tensor(said, device=logits.device)
+            for draw in draws:
+                draw.position += 1
+            return tokens
 
         slots = [s.sequence.slot for s, _ in entries]
         anchors = [chosen[-1].token for _, chosen in entries]

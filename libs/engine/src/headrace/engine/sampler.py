@@ -5,7 +5,9 @@
     token    = argmax(scores + gumbel(seed, choice, position))          temperature 0: argmax(modified)
 
 Each row is computed as if it were alone: nothing is reduced across rows, ties go to the lower id, and the noise is a function
-of (seed, choice, position, purpose, id). Knows logits and `Draw`s. Does not know sequences, batches or stops.
+of (seed, choice, position, purpose, id). On a CUDA device `headrace.kernels.sampling` draws, with the same keys and a noise of
+its own (24 bits of it, sums in fp32; tokens equal to the k-th are all kept): a seed gives other tokens there than on a CPU.
+Knows logits and `Draw`s. Does not know sequences, batches or stops.
 """
 
 from __future__ import annotations
@@ -52,6 +54,17 @@ class Draw:
     def filtered(self) -> bool:
         return self.params.top_p < 1.0 or self.params.top_k > 0
 
+    @property
+    def free(self) -> bool:
+        """The logits are drawn from as they are, whatever tokens came before."""
+        p = self.params
+        modified = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0 or p.logit_bias or p.min_tokens
+        return not modified and self.allowed is None and not self.held
+
+    def behind(self, more: Sequence[int], position: int) -> Draw:
+        """The same of a later token; `more`: as above. No grammar has looked at it."""
+        return Draw(self.params, self.choice, position, self.ids, self.prompt_len, more, self.purpose)
+
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> list[Chosen]:
     """logits [R, V] fp32, one row per draw. They are left unchanged."""
@@ -63,6 +76,8 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[
 def choose(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> list[int]:
     """The tokens alone."""
     modified = _modify(logits, draws, eos_token_ids)
+    if _kernels_draw(modified, draws):
+        return by_kernel(modified, draws).tolist()
     tokens = [0] * len(draws)
     greedy = [i for i, draw in enumerate(draws) if draw.greedy]
     plain = [i for i, draw in enumerate(draws) if not draw.greedy and not draw.filtered]
@@ -75,6 +90,13 @@ def choose(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[
         for row, token in zip(rows, choose(part, [draws[i] for i in rows]), strict=True):
             tokens[row] = token
     return tokens
+
+
+def choose_there(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Tokens of `free` draws, int64 [R] where the logits are: on a CUDA device nobody waits for them."""
+    if _kernels_draw(logits, draws):
+        return by_kernel(logits, draws)
+    return torch.tensor(choose(logits, draws, ()), device=logits.device)
 
 
 def probabilities(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> torch.Tensor:
@@ -109,11 +131,40 @@ def _portions(rows: list[int], logits: torch.Tensor) -> Iterator[list[int]]:
     return (rows[i : i + most] for i in range(0, len(rows), most))
 
 
+# ---------------------------------------------------------------- by kernels
+
+
+def _kernels_draw(logits: torch.Tensor, draws: Sequence[Draw]) -> bool:
+    """Not what rejection weighs in fp64 against `probabilities`: that must be drawn from the very same numbers."""
+    return logits.device.type == "cuda" and all(draw.purpose is rng.Purpose.SAMPLE for draw in draws)
+
+
+def by_kernel(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Modified logits fp32 [R, V] -> tokens int64 [R], still on their way."""
+    if all(draw.greedy for draw in draws):
+        return logits.argmax(-1)
+    from headrace.kernels.sampling import SamplingRows, sample  # needs triton
+
+    count, params = len(draws), [draw.params for draw in draws]
+    host = torch.empty(6, count, dtype=torch.int32, pin_memory=logits.device.type == "cuda")  # one copy for all
+    table = host.numpy()
+    table[:2].reshape(-1).view(np.int64)[:] = _keys(draws)
+    temperatures = [0.0 if draw.greedy else draw.params.temperature for draw in draws]
+    table[2:5].view(np.float32)[:] = temperatures, [p.top_p for p in params], [p.min_p for p in params]
+    table[5] = [p.top_k for p in params]
+    there = host.to(logits.device, non_blocking=True)
+    keys, (temperature, top_p, min_p), top_k = there[:2].view(-1).view(torch.int64), there[2:5].view(torch.float32), there[5]
+    filters = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0 for p in params)
+    return sample(logits, SamplingRows(temperature, top_k, top_p, min_p, keys, filters=filters))[0].long()
+
+
 # ---------------------------------------------------------------- what may be chosen
 
 
 def _modify(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> torch.Tensor:
     """Penalties, biases and forbidden tokens. Returns `logits` itself when no row asks for any."""
+    if all(draw.free for draw in draws):
+        return logits
     rows, columns, values = [], [], []
     for row, draw in enumerate(draws):
         params = draw.params
@@ -322,8 +373,12 @@ def _min_p(scores: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def _streams(draws: Sequence[Draw], device: torch.device) -> torch.Tensor:
-    keys = [rng.key(draw.params.seed, draw.choice, draw.position, draw.purpose) for draw in draws]
-    return rng.keys(keys, device).unsqueeze(-1)
+    return torch.tensor(_keys(draws), dtype=torch.int64, device=device).unsqueeze(-1)
+
+
+def _keys(draws: Sequence[Draw]) -> list[int]:
+    """Of each draw's noise, int64."""
+    return [rng.signed(rng.key(draw.params.seed, draw.choice, draw.position, draw.purpose)) for draw in draws]
 
 
 def _column(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -95,7 +95,8 @@ class Scheduler:
         """How many drafts each verifies. A prompt's part of the step is left to it."""
         if self.speculator is None:
             return [0] * len(ready)
-        return self.speculator.lengths([Ready(sequence, self._most_drafts(sequence)) for sequence in ready], self._spare)
+        most = [self._most_drafts(sequence) if sequence.draft.tokens else 0 for sequence in ready]
+        return self.speculator.lengths(list(map(Ready, ready, most)), self._spare)
 
     @property
     def _spare(self) -> int:

@@ -36,6 +36,7 @@ from .calibration import Calibration
 GATE_STEPS = 3  # in a row with too many rejections: the gate closes
 CLOSED_STEPS = 32  # ... for so many steps
 PROBES, PROBE_SHARE = 4, 0.005  # sequences that try their luck at a time, and the share of all time that this may take
+QUIET = 8  # steps for which it stands that nobody is to draft: the host's time to weigh them all would be felt in each
 PLAIN_STEPS = 1024  # with drafts, after which one goes without: what that costs must stay known
 SLOW = 0.05  # weight of a new time in averages
 SPEED, LOCAL, UNEVEN = 0.15, 0.05, 0.02  # of a time's error: by which a whole curve moves, its points next to it, `uneven`
@@ -238,6 +239,7 @@ class Speculator:
     _fitted: list[float] = field(default_factory=list)
     _fitted_at: int = 1  # windows, when they were fitted
     _plain_at: int = 0  # the last step without any
+    _quiet_until: int = 0  # the step that asks again who should draft
 
     def __post_init__(self) -> None:
         block = self.options.block
@@ -301,18 +303,23 @@ class Speculator:
             return [s for s in may if s.draft.closed_until <= self.step]
         if self.step - self._plain_at >= PLAIN_STEPS:
             return []
-        may.sort(key=lambda s: -sum(self._hope(s)) * self._trust_in(s))
-        count = self._how_many(len(sampled), may)
+        if self._quiet_until > self.step:
+            return self._tries(len(sampled), 0, may)
+        ranked = sorted(((-sum(self._hope(s)) * trust, i, trust) for i, s in enumerate(may) for trust in (self._trust_in(s),)))
+        may, trusts = [may[i] for _, i, _ in ranked], [trust for *_, trust in ranked]
+        count = self._how_many(len(sampled), may, trusts)
+        if not count:
+            self._quiet_until = self.step + QUIET
         return may[:count] + self._tries(len(sampled), count, may[count:])
 
-    def _how_many(self, sequences: int, ranked: Sequence[seq.Sequence]) -> int:
+    def _how_many(self, sequences: int, ranked: Sequence[seq.Sequence], trusts: Sequence[float]) -> int:
         """How many, the first of `ranked`, should draft in a step of `sequences` for most tokens a second, if all of them
         verify equally many. In doubt they do: who drafts learns what drafts are worth, who stopped by mistake does not."""
         best, at = sequences / self.costs.step(sequences, 0)(sequences), 0
         stand = [0.0] * self.options.block  # by position, of all so far
-        for count, one in enumerate(ranked, 1):
-            trust = self._trust_in(one) + self._doubt
-            stand = [all_ + a * trust for all_, a in zip(stand, self._hope(one), strict=True)]
+        doubt = self._doubt
+        for count, (one, trust) in enumerate(zip(ranked, trusts, strict=True), 1):
+            stand = [all_ + a * (trust + doubt) for all_, a in zip(stand, self._hope(one), strict=True)]
             if count % (1 << max(0, count.bit_length() - 4)) and count < len(ranked):
                 continue  # eight numbers between one and its double do
             seconds, tau = self.costs.step(sequences, count, even=count == sequences), float(sequences)
@@ -324,16 +331,16 @@ class Speculator:
 
     def _tries(self, sequences: int, drafting: int, others: Sequence[seq.Sequence]) -> list[seq.Sequence]:
         """Who drafts to learn whether times have changed: those longest without, when enough is saved for what it costs."""
-        chosen = sorted(others, key=lambda s: s.draft.seen)[:PROBES]
-        if not chosen:
+        count = min(PROBES, len(others))
+        if not count:
             return []
         step = self.costs.step(sequences, drafting)(sequences)
-        price = max(0.0, self.costs.step(sequences, drafting + len(chosen))(sequences + PROBES) - step)
+        price = max(0.0, self.costs.step(sequences, drafting + count)(sequences + PROBES) - step)
         self._saved = min(self._saved + PROBE_SHARE * step, price)
         if self._saved < price:
             return []
         self._saved, self._probing = 0.0, not drafting  # where nobody else drafts they verify, or `trust` would learn nothing
-        return chosen
+        return sorted(others, key=lambda s: s.draft.seen)[:count]
 
     def _hope(self, sequence: seq.Sequence) -> list[float]:
         """Survival by position that may be expected of its next block."""

@@ -17,7 +17,7 @@ Knows logits and draws. Does not know sequences, blocks or who chose how many ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -35,7 +35,7 @@ class Window:
 
 def window_draws(first: Draw, drafts: list[int]) -> list[Draw]:
     """The draws of a window's rows: each takes the drafts before it as given."""
-    more = (replace(first, position=first.position + i, more=[*first.more, *drafts[:i]]) for i in range(1, len(drafts) + 1))
+    more = (first.behind([*first.more, *drafts[:i]], first.position + i) for i in range(1, len(drafts) + 1))
     return [first, *more]
 
 

@@ -10,8 +10,10 @@ device's copy rate (measured in the same run, or --tbs) is the roofline. Reporte
 as a caller sees it who waits for each, in a row of steps that the host prepares while the device is busy, and on the device
 alone; the fraction of the roofline; how much longer than the device alone the row of steps takes; the bytes per component.
 With --parts also the device's time when nothing runs beside anything else (`one_stream_ms`), and of that the time per
-component. With --apart, a step's rows come once for each set of what is launched by itself there, one after another. A row
-that fails says so and the others go on. Nothing is loaded from a checkpoint, and no text comes out.
+component. With --engine the whole engine decodes too (scheduling, sampling and what becomes of tokens), steps planned ahead as
+services do, and is held against the device alone at the same length. With --apart, a step's rows come once for each set of what
+is launched by itself there, one after another. A row that fails says so and the others go on. Nothing is loaded from a
+checkpoint, and no text comes out.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from headrace.kernels import tuning
 from headrace.kernels.gemm_upcast import PACKED, STEP, VALUES, pack_words
 from headrace.kernels.quantize import pack_window_record
 
+from .... import bench as engine_bench
+from .... import bench_overlap
 from ....batch import Segment
 from ....cache import KVPool
 from ....config import parse_config
@@ -404,6 +408,18 @@ def one_stream(model: V41Gpu, steps: Steps, hidden: torch.Tensor, times: int) ->
         model.overlap = overlap
 
 
+def engine(model: V41Gpu, batch: int, prompt: int, output: int, temperature: float, rate: float, times: int) -> dict[str, Any]:
+    """The whole engine's decode steps of `batch` sequences, and what of them the device alone does not explain."""
+    alone = decode(model, batch, prompt + output // 2, rate, times, False)
+    forget(model)
+    given = engine_bench.arguments().parse_args([])
+    given.prompt, given.output, given.temperature = prompt, output, temperature
+    bench_overlap.one(model, batch, True, None, given)  # captures
+    found = bench_overlap.one(model, batch, True, None, given)
+    hidden = {"device_ms": alone["device_ms"], "not_hidden": 1 - alone["device_ms"] / found["step_ms"]}
+    return found | hidden | {"model_alone_step_ms": alone["step_ms"]}
+
+
 def prefill(model: V41Gpu, tokens: int, chunk: int, rates: dict[str, float]) -> dict[str, Any]:
     """One prompt of `tokens` in chunks."""
     blocks = -(-tokens // model.spec.block_tokens)
@@ -549,6 +565,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=4096, help="rows of a prefill step (default: 4096)")
     parser.add_argument("--tbs", type=float, default=0.0, help="TB/s of the roofline (default: a copy, measured)")
     parser.add_argument("--parts", type=numbers, default=[64, 256], help="batches whose device time is split up; 0: none")
+    parser.add_argument("--engine", type=numbers, default=[], help="batches of the whole engine (default: none)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the whole engine (default: 0)")
     parser.add_argument("--apart", type=sets_apart, nargs="?", const="all", default="", metavar="NAME,..:NAME,..", help=(
         f"sets of what is launched by itself: {', '.join(APART)} (see `model.APART`), all (without a value) or none (empty)"
     ))  # fmt: skip
@@ -582,6 +600,12 @@ def main(arguments: list[str] | None = None) -> int:
             for tokens in filter(None, options.prefill):
                 rows.add({"prefill": tokens}, lambda n=tokens: prefill(model, n, options.chunk, rates))
                 forget(model)
+    for batch in options.engine:
+        rows.add(
+            {"engine": batch, "prompt": 1024, "temperature": options.temperature},
+            lambda b=batch: engine(model, b, 1024, 64, options.temperature, rate, options.times),
+        )
+        forget(model)
     return int(rows.failed > 0)
 
 

@@ -8,7 +8,8 @@ tells exactly that. First the step curve is measured on the device at the given 
 a draft by sequences, as a caller sees them who waits). Then `speculation_sim` runs the engine's policy on a clock that takes
 what was measured, which the policy sees too; with --curves FILE, what an earlier run measured (the lines of its --json that
 have a `curve`), without a device. With --engine the whole engine runs, drafts, verification and sampling included, and only the
-decision who stands is replaced (`headrace.engine.bench_speculation`); there the host's work counts.
+decision who stands is replaced (`headrace.engine.bench_speculation`); there the host's work counts, as far as a step that is
+planned ahead does not hide it.
 """
 
 from __future__ import annotations
@@ -118,11 +119,12 @@ def by_lot(prompt: int, seconds: float, profile: list[float]) -> argparse.Namesp
     """What `headrace bench engine --speculation` has by default, but for these."""
     given = engine_bench.arguments().parse_args([])
     given.prompt, given.seconds, given.profile, given.spread, given.output = prompt, seconds, profile, 0.1, 2048
+    given.ahead = True
     return given
 
 
 def engine(model: V41Gpu, batch: int, args: argparse.Namespace) -> dict[str, Any]:
-    """The whole engine, three ways in turns; wall time."""
+    """The whole engine, three ways in turns, steps planned ahead; wall time."""
     ways = bench_speculation.ways_of(model, batch, args)
     rate = {name: figures["tokens_per_second"] for name, figures in ways.items()}
     lengths = {f"length_{name}": figures["tokens_per_step"] for name, figures in ways.items()}
