@@ -245,6 +245,15 @@ def test_the_whole_engines_steps_are_held_against_the_device_alone(monkeypatch):
         assert row["step_ms"] > row["idle_ms"] > 0 and row["tokens_per_second"] == pytest.approx(2e3 / row["step_ms"], rel=0.01)
 
 
+def test_the_bound_of_a_step_counts_what_takes_longer():
+    model = build(configure(SMALL, 6, 8), torch.device("cpu"))
+    products = bench.step_products(model, 64, 4096)
+    assert products["experts"] == 64 * 6 * 2 * 2 * 3 * 128 * 128  # rows, layers, experts of a row, two a product, weights
+    assert products["head"] == 64 * 2 * 512 * 128 and set(products) < set(bench.step_bytes(model, 64, 4096, [8] * 6))
+    given = {"linears": 100.0, "mHC": 20.0}
+    assert bench.bound(given, {"linears": 500.0}, 10.0, 1e9) == 12.0 and bench.bound(given, {"linears": 500.0}, 10.0, 5.0) == 102.0
+
+
 # Draws of the sampling kernels: rows of several kinds in one call, alone, and many of one distribution.
 DRAWS = """
 import numpy as np, torch

@@ -79,6 +79,7 @@ def candidates(shape: Shape) -> list[dict]:
         tiles = [(128, 8, 3), (64, 4, 3), (128, 4, 3), (256, 16, 3), (128, 8, 4), (64, 4, 4), (128, 4, 4), (256, 8, 3)]
         found = [_config(shape.alignment, *tile, atoms, 1) for atoms in (2, 1) for tile in tiles]
         found += [_config(shape.alignment, *tile, 1, 1) for tile in [(64, 4, 6), (128, 8, 6), (256, 16, 5)]]
+        found = [_config(shape.alignment, *tile, 2, 1) for tile in [(64, 4, 2), (128, 8, 2), (128, 4, 2)]] + found
         if shape.k % 512 == 0:  # an eighth fewer instructions, in three programs a processor instead of four
             found = [_config(shape.alignment, *tile, 4, 1) for tile in [(64, 4, 2), (64, 4, 3), (128, 8, 2)]] + found
         return found + [_config(shape.alignment, *tile, 2, 0) for tile in tiles[:4]]

@@ -107,11 +107,13 @@ def gemm_upcast(name: str, m: int, n: int, k: int, batch_invariant: bool) -> dic
         return {"BLOCK_M": 64, "BLOCK_N": 128, "WAVES": 1, "STAGES": 3, "num_warps": 4}
     if m <= 32:
         return {"BLOCK_M": 16 if m <= 16 else 32, "BLOCK_N": 64, "WAVES": 3, "STAGES": 3, "num_warps": 4}
+    if name == "bf16" and n <= 2048 and m <= 512:  # gates, compressors: one program adds a tile's parts. Measured at 64 to 256
+        if n <= 128:
+            return {"BLOCK_M": 16, "BLOCK_N": 32, "WAVES": 1, "STAGES": 4, "num_warps": 4}
+        return {"BLOCK_M": 32 if m <= 64 else 64, "BLOCK_N": 64, "WAVES": 1, "STAGES": 3, "num_warps": 4}
     if m <= 64:
         if name == "mxfp4":
             return {"BLOCK_M": 64, "BLOCK_N": 64, "WAVES": 3, "STAGES": 3, "num_warps": 4}
-        if name == "bf16" and n <= 2048:  # gates, compressors: one program adds a tile's parts
-            return {"BLOCK_M": 16 if n <= 128 else 32, "BLOCK_N": 64, "WAVES": 1, "STAGES": 3, "num_warps": 4}
         return {"BLOCK_M": 64, "BLOCK_N": 128, "WAVES": 1, "STAGES": 3, "num_warps": 8}
     if m < 160 or name == "bf16" or (name == "mxfp4" and m >= 1024):
         return {"BLOCK_M": 128, "BLOCK_N": 64, "WAVES": 1, "STAGES": 3, "num_warps": 4}
@@ -119,7 +121,7 @@ def gemm_upcast(name: str, m: int, n: int, k: int, batch_invariant: bool) -> dic
 
 
 def _gemm_words(name: str, m: int, n: int, k: int, batch_invariant: bool) -> dict[str, int]:
-    """mxfp4: measured at 1 to 16 and 256 rows of an expert; fp8: at 64 and 256 rows, otherwise only inside a whole step.
+    """mxfp4: measured at 1 to 16 and 256 rows of an expert; fp8: at 64, 128 and 256 rows, otherwise only inside a whole step.
 
     At 64 rows a tile of 64 columns reads two bytes of rows, from the second cache, for each byte of weights; one of 128, one.
     With 8 warps the wider tile takes 127 registers, so that two programs share a processor; it wins where the sum is not split.
@@ -136,11 +138,12 @@ def _gemm_words(name: str, m: int, n: int, k: int, batch_invariant: bool) -> dic
     if m <= 32:
         block_m = 16 if m <= 16 else 32
         if mxfp4:
-            return shared | {"BLOCK_M": block_m, "BLOCK_N": 64 if m <= 16 else 128, "WAVES": 3, "num_warps": 4}
+            tile = {"BLOCK_N": 64, "num_warps": 4} if m <= 16 else {"BLOCK_N": 128, "num_warps": 8}
+            return shared | {"BLOCK_M": block_m, "WAVES": 3} | tile
         return shared | {"BLOCK_M": block_m, "BLOCK_N": 128, "WAVES": 3, "STAGES": 4, "num_warps": 8}
     if not mxfp4 and m <= 512:
-        if n * k < 10_000_000:
-            return shared | {"BLOCK_M": 128, "BLOCK_N": 64, "WAVES": 2 if n * k < 1 << 23 else 1, "STAGES": 4, "num_warps": 4}
+        if n * k < 10_000_000 and not (m > 128 and n <= 1024):
+            return shared | {"BLOCK_M": 128, "BLOCK_N": 64, "WAVES": 1, "STAGES": 4, "num_warps": 4}
         if m > 128 and n * k >= 1 << 24:
             return shared | {"BLOCK_M": 256, "BLOCK_N": 128, "WAVES": 1, "num_warps": 8}
     return shared | {"BLOCK_M": 128, "BLOCK_N": 128, "WAVES": 1, "num_warps": 8}

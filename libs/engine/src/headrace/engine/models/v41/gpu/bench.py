@@ -6,14 +6,15 @@ Layers have the released dimensions and every kind of source. Weights are random
 and caches of records that hold normal values, so that rows differ. Gate biases are balanced first, on other rows, as training
 balances them: then rows choose about as many experts as an even draw (`chosen` by layer and `even`). A step reads every weight
 of the experts that some row chose, every row's window, its selected entries and the index keys it scores: that sum over the
-device's copy rate (measured in the same run, or --tbs) is the roofline. Reported per batch and context: milliseconds of a step
-as a caller sees it who waits for each, in a row of steps that the host prepares while the device is busy, and on the device
-alone; the fraction of the roofline; how much longer than the device alone the row of steps takes; the bytes per component.
-With --parts also the device's time when nothing runs beside anything else (`one_stream_ms`), and of that the time per
-component. With --engine the whole engine decodes too (scheduling, sampling and what becomes of tokens), steps planned ahead as
-services do, and is held against the device alone at the same length. With --apart, a step's rows come once for each set of what
-is launched by itself there, one after another. A row that fails says so and the others go on. Nothing is loaded from a
-checkpoint, and no text comes out.
+device's copy rate (measured in the same run, or --tbs) is the roofline. Beside it stands the `bound`: of each component its bytes
+or its products at the framework's own bf16 rate, whichever takes longer, for many rows have more products than bytes. Reported
+per batch and context: milliseconds of a step as a caller sees it who waits for each, in a row of steps that the host prepares
+while the device is busy, and on the device alone; the fractions of roofline and bound; how much longer than the device alone the
+row of steps takes; the bytes per component. With --parts also the device's time when nothing runs beside anything else
+(`one_stream_ms`), and of that the time per component. With --engine the whole engine decodes too (scheduling, sampling and what
+becomes of tokens), steps planned ahead as services do, and is held against the device alone at the same length. With --apart, a
+step's rows come once for each set of what is launched by itself there, one after another. A row that fails says so and the
+others go on. Nothing is loaded from a checkpoint, and no text comes out.
 """
 
 from __future__ import annotations
@@ -196,6 +197,35 @@ def step_bytes(model: V41Gpu, batch: int, context: int, chosen: list[int]) -> di
     return total
 
 
+def step_products(model: V41Gpu, batch: int, context: int) -> dict[str, float]:
+    """Operations of one decode step (two a multiplication with its sum), by those components of `step_bytes` that multiply;
+    attention goes with `selected`. Rows of padding are not counted."""
+    c = model.config
+    total = dict.fromkeys(("linears", "experts", "head", "Engram", "selected", "index keys"), 0.0)
+    for index, layer in enumerate(model.layers):
+        ratio, routed = c.compress_ratios[index], layer.ffn.w_in.data.numel() * VALUES[layer.ffn.w_in.name]
+        routed += layer.ffn.w_out.data.numel() * VALUES[layer.ffn.w_out.name]
+        share = c.num_experts_per_tok / c.n_routed_experts * routed
+        total["experts"] += 2 * batch * share
+        total["linears"] += 2 * batch * (_active(layer, c) - share)
+        if layer.engram is not None:
+            total["Engram"] += 2 * batch * layer.engram.wkv.data.numel() * VALUES[layer.engram.wkv.name]
+        seen = min(context, c.sliding_window) + (min(context // ratio, c.index_topk) if ratio else 0)
+        total["selected"] += 4.0 * batch * c.num_attention_heads * c.head_dim * seen
+        if layer.attn.selector is not None:
+            keys = context // ratio
+            if c.uses_candidates(index):
+                keys = min(keys, c.candidate_topk_blocks * c.candidate_block_size)
+            total["index keys"] += 2.0 * batch * c.index_n_heads * c.index_head_dim * keys
+    total["head"] = 2.0 * batch * model.head.data.numel()
+    return total
+
+
+def bound(needed: dict[str, float], products: dict[str, float], rate: float, product_rate: float) -> float:
+    """Seconds of a step whose components each take the longer of their bytes' time and their products', one after another."""
+    return sum(max(value / rate, products.get(name, 0.0) / product_rate) for name, value in needed.items())
+
+
 @contextlib.contextmanager
 def _routed(model: V41Gpu, look: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
     """Uncaptured; every routing shows its experts [T, k] and the bias that helped to choose them."""
@@ -345,8 +375,10 @@ class Steps:
         return self.model.logits(self.model.forward(segments, self.kv, self.states))
 
 
-def decode(model: V41Gpu, batch: int, context: int, rate: float, times: int, parts: bool) -> dict[str, Any]:
-    """One row: batch sequences of `context` tokens, one new row each."""
+def decode(
+    model: V41Gpu, batch: int, context: int, rate: float, times: int, parts: bool, products: float = 0.0
+) -> dict[str, Any]:
+    """One row: batch sequences of `context` tokens, one new row each. products: bf16 operations a second, 0: not known."""
     steps, device = Steps(model, batch, context), model.device
     began = time.perf_counter()
     steps.issue()
@@ -382,6 +414,9 @@ def decode(model: V41Gpu, batch: int, context: int, rate: float, times: int, par
     config = model.config
     row["chosen"], row["even"] = chosen, even_draw(config.n_routed_experts, config.num_experts_per_tok, batch)
     row["bytes"] = needed
+    if products:
+        least = bound(needed, step_products(model, batch, context), rate, products)
+        row |= {"bound_ms": least * 1e3, "of_bound": least / alone}
     if parts and graph is not None:
         for name, measure in (
             ("one_stream_ms", lambda: one_stream(model, steps, hidden, times)),
@@ -593,7 +628,7 @@ def main(arguments: list[str] | None = None) -> int:
             parts = batch in options.parts
             rows.add(
                 {"batch": batch, "context": context} | ({"apart": sorted(model.apart)} if any(options.apart) else {}),
-                lambda b=batch, c=context, p=parts: decode(model, b, c, rate, options.times, p),
+                lambda b=batch, c=context, p=parts: decode(model, b, c, rate, options.times, p, rates.get("bf16", 0.0)),
             )
             forget(model)
         if context == options.context[0]:
