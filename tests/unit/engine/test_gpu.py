@@ -1,8 +1,10 @@
 """The GPU path of V4.1, its kernels run by Triton's interpreter in a process of their own (see tests/unit/kernels)."""
 
 import argparse
+import dataclasses
 import json
 import os
+import random
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from headrace.engine.batch import Segment
+from headrace.engine.cache import KVPool
 from headrace.engine.config import ConfigError
 from headrace.engine.loader import LoadOptions, load_model
 from headrace.engine.make_checkpoint import make_checkpoint
@@ -251,7 +254,58 @@ def test_the_bound_of_a_step_counts_what_takes_longer():
     assert products["experts"] == 64 * 6 * 2 * 2 * 3 * 128 * 128  # rows, layers, experts of a row, two a product, weights
     assert products["head"] == 64 * 2 * 512 * 128 and set(products) < set(bench.step_bytes(model, 64, 4096, [8] * 6))
     given = {"linears": 100.0, "mHC": 20.0}
-    assert bench.bound(given, {"linears": 500.0}, 10.0, 1e9) == 12.0 and bench.bound(given, {"linears": 500.0}, 10.0, 5.0) == 102.0
+    assert [bench.bound(given, {"linears": 500.0}, 10.0, rate) for rate in (1e9, 5.0)] == [12.0, 102.0]
+
+
+def test_a_pass_that_was_prepared_has_the_inputs_of_one_that_was_not():
+    """Whatever happens between the two: rows that are gone, that begin elsewhere, slots that were reset, other passes."""
+    twins, calls = [], ([], [])
+    for seen in calls:
+        model = without_device(build(configure(SMALL, 6, 4), torch.device("cpu")))
+
+        def run(inputs, kv, states, until=None, seen=seen, model=model):
+            rows = inputs.rows
+            seen.append([inputs.ids, rows.matrix, rows.tables, *inputs.memory.values()])
+            return inputs.ids[:, None].expand(-1, model.hidden_size).to(model.dtype)
+
+        model.run = run
+        twins.append((model, KVPool(model.spec, 64), model.new_states(8)))
+    draw, used = random.Random(4), 0
+    starts, tables = [draw.randrange(100, 300) for _ in range(8)], [[8 * slot] for slot in range(8)]
+    for _ in range(120):
+        slots = sorted(draw.sample(range(8), draw.choice([3, 4, 4, 4])))
+        event, resets = draw.choice(["", "", "", "gone", "moved", "reset", "copy"]), draw.choice(slots)
+        for slot in slots:
+            while len(tables[slot]) * 128 <= starts[slot] + 1:
+                tables[slot] = [*tables[slot], 8 * slot + len(tables[slot]) % 8]
+        ids = draw.choices(range(3, 256), k=8)  # exact in bf16
+        results = []
+        for number, (model, kv, states) in enumerate(twins):
+            floor = {"window_floor": starts[slots[0]] - 5} if event == "copy" else {}
+            segments = [
+                Segment(slot, starts[slot], [-1], [5, 6, slot], tables[slot], outputs=[starts[slot]], **floor) for slot in slots
+            ]
+            if number:
+                model.prepare(segments, kv, states)
+                ready = model._ready
+            for segment in segments:
+                segment.ids = [ids[segment.slot]]
+            if event == "gone":
+                segments = segments[1:]
+            elif event == "moved":
+                segments[0].start, segments[0].outputs = segments[0].start + 1, [segments[0].start + 1]
+            elif event == "reset":
+                states.reset(resets)
+            elif event == "copy":
+                segments = [dataclasses.replace(segment) for segment in segments]
+            results.append(model.forward(segments, kv, states))
+        used += ready is not None and event == ""
+        for segment in segments:
+            starts[segment.slot] = segment.stop
+        assert torch.equal(*results) and results[0][:, 0].tolist() == [float(s.ids[0]) for s in segments]
+        assert all(torch.equal(a, b) for a, b in zip(calls[0][-1], calls[1][-1], strict=True))
+        assert twins[0][2].first == twins[1][2].first and twins[0][2].next == twins[1][2].next
+    assert used > 30
 
 
 # Draws of the sampling kernels: rows of several kinds in one call, alone, and many of one distribution.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -195,10 +196,15 @@ class EngineCore:
         gone = join(plan, self._eos, self.scheduler.windows, self.speculator)
         joined = time.perf_counter()
         plan.host += self.runner.clock() - clock
-        result = plan.result = self.runner.execute(plan, gone)
+        result = plan.result = self.runner.execute(plan, gone, partial(self._behind, plan) if self.depth > 1 else None)
         result.seconds["join"] = joined - began
         result.seconds["execute"] = time.perf_counter() - began
         return result
+
+    def _behind(self, plan: Plan) -> Plan | None:
+        """The plan that was made while this one runs, if it is made. The model's thread asks: what is in the queue is whole."""
+        plans = self._plans
+        return plans[1] if len(plans) > 1 and plans[0] is plan else None
 
     def apply(self, plan: Plan, result: Result) -> list[api.Event]:
         self._leave(plan)

@@ -23,6 +23,7 @@ from .sampler import Draw, choose, choose_there, score
 from .sequence import Chosen, Image, Plan, Proposal, Result, Row, Sample, Sequence
 from .verify import Window, accept, drafting, window_draws
 
+Following = Callable[[], Plan | None]
 SCORED_ROWS = 64  # logits of a prompt that are in memory at a time
 
 
@@ -39,8 +40,9 @@ class Runner:
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="grammar")  # its thread begins with the first grammar
 
     @torch.inference_mode()
-    def execute(self, plan: Plan, gone: set[Sequence] = frozenset()) -> Result:
-        """`gone`: whose part of the plan is not run."""
+    def execute(self, plan: Plan, gone: set[Sequence] = frozenset(), following: Following | None = None) -> Result:
+        """`gone`: whose part of the plan is not run. `following`: says the next plan once it is made, if it is while this one
+        runs."""
         result, clock = Result(gone=gone), _Laps(self.clock)
         for sequence in plan.preempt:
             if sequence not in gone:
@@ -64,7 +66,7 @@ class Runner:
         clock.lap(result, "forward")
         rules, result.astray = masks.result() if masks else ({}, {})
         clock.lap(result, "grammar")
-        self._sample(plan, result, hidden, place, rules, clock)
+        self._sample(plan, result, hidden, place, rules, clock, following)
         cut = self._forget_rejected(plan, result)
         for i, row in rows:
             if row.pack and i not in cut:
@@ -83,6 +85,19 @@ class Runner:
         """Until the device has done what it was told: a clock before that would tell the host's time alone."""
         if self.kv.data.device.type == "cuda":
             torch.cuda.current_stream(self.kv.data.device).synchronize()
+
+    def _prepare(self, following: Following) -> None:
+        """While the device works: what the next step's rows need besides their tokens. Not where drafts say where rows begin,
+        or states are restored first."""
+        plan = following()
+        if self.kv.data.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(self.kv.data.device))
+            while plan is None and not done.query():
+                time.sleep(1e-4)
+                plan = following()
+        if plan is not None and plan.rows and not (plan.budget or plan.draft_rows or plan.restore or plan.preempt):
+            self.model.prepare([row.segment for row in plan.rows], self.kv, self.states)
 
     # ------------------------------------------------------------ states and blocks
 
@@ -120,7 +135,14 @@ class Runner:
         return out
 
     def _sample(
-        self, plan: Plan, result: Result, hidden: torch.Tensor | None, place: dict[int, int], rules: Rules, clock: _Laps
+        self,
+        plan: Plan,
+        result: Result,
+        hidden: torch.Tensor | None,
+        place: dict[int, int],
+        rules: Rules,
+        clock: _Laps,
+        following: Following | None,
     ) -> None:
         """One batch for all: rows of this step and vectors handed over from another node go through the same logits call."""
         result.tokens = [[] for _ in plan.samples]
@@ -130,6 +152,8 @@ class Runner:
             return
         samples = [plan.samples[i] for i in wanted]
         logits = self.model.logits(self._gather(samples, hidden, place))
+        if following is not None and not plan.draft_rows and hasattr(self.model, "prepare"):
+            self._prepare(following)
         self.wait()
         clock.lap(result, "logits")
         windows = [self._window(s, rules.get(s.sequence, ())) for s in samples]

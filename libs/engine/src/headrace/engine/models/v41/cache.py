@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -369,10 +370,22 @@ class V41StatePool:
         A gap before `start` (a replay, or decoder layers that skipped a prompt's body) makes everything older
         invisible.
         """
-        if self.first[phase][slot] > start or self.next[phase][slot] < start:
-            self.first[phase][slot] = start
-        self.next[phase][slot] = stop
-        return self.first[phase][slot]
+        return self.advance_all(phase, [slot], [start], [stop])[0]
+
+    def advance_all(self, phase: int, slots: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> list[int]:
+        """The same of many slots, each of them once."""
+        oldest, firsts, nexts = self.oldest(phase, slots, starts), self.first[phase], self.next[phase]
+        for slot, first, stop in zip(slots, oldest, stops, strict=True):
+            firsts[slot], nexts[slot] = first, stop
+        return oldest
+
+    def oldest(self, phase: int, slots: Sequence[int], starts: Sequence[int]) -> list[int]:
+        """What `advance` would say of rows from these positions on."""
+        firsts, nexts = self.first[phase], self.next[phase]
+        return [
+            start if firsts[slot] > start or nexts[slot] < start else firsts[slot]
+            for slot, start in zip(slots, starts, strict=True)
+        ]
 
     def rewind(self, slot: int, position: int) -> None:
         """Rings keep more rows than a window, so what the rejected rows overwrote is older than anybody at `position` looks.

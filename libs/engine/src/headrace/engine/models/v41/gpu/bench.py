@@ -6,15 +6,15 @@ Layers have the released dimensions and every kind of source. Weights are random
 and caches of records that hold normal values, so that rows differ. Gate biases are balanced first, on other rows, as training
 balances them: then rows choose about as many experts as an even draw (`chosen` by layer and `even`). A step reads every weight
 of the experts that some row chose, every row's window, its selected entries and the index keys it scores: that sum over the
-device's copy rate (measured in the same run, or --tbs) is the roofline. Beside it stands the `bound`: of each component its bytes
-or its products at the framework's own bf16 rate, whichever takes longer, for many rows have more products than bytes. Reported
-per batch and context: milliseconds of a step as a caller sees it who waits for each, in a row of steps that the host prepares
-while the device is busy, and on the device alone; the fractions of roofline and bound; how much longer than the device alone the
-row of steps takes; the bytes per component. With --parts also the device's time when nothing runs beside anything else
-(`one_stream_ms`), and of that the time per component. With --engine the whole engine decodes too (scheduling, sampling and what
-becomes of tokens), steps planned ahead as services do, and is held against the device alone at the same length. With --apart, a
-step's rows come once for each set of what is launched by itself there, one after another. A row that fails says so and the
-others go on. Nothing is loaded from a checkpoint, and no text comes out.
+device's copy rate (measured in the same run, or --tbs) is the roofline. Beside it stands the `bound`: of each component its
+bytes or its products at the framework's own bf16 rate, whichever takes longer, for many rows have more products than bytes.
+Reported per batch and context: milliseconds of a step as a caller sees it who waits for each, in a row of steps that the host
+prepares while the device is busy, and on the device alone; the fractions of roofline and bound; how much longer than the device
+alone the row of steps takes; the bytes per component. With --parts also the device's time when nothing runs beside anything
+else (`one_stream_ms`), and of that the time per component. With --engine the whole engine decodes too (scheduling, sampling and
+what becomes of tokens), steps planned ahead as services do, and is held against the device alone at the same length. With
+--apart, a step's rows come once for each set of what is launched by itself there, one after another. A row that fails says so
+and the others go on. Nothing is loaded from a checkpoint, and no text comes out.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ replay runs the pass anew.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,12 +128,17 @@ class Graph:
         return None if self.graph is None else self.graph.pool()
 
     def __call__(self, values: Sequence[Value | SentTables]) -> Any:
-        for place, value in zip(self.inputs, values, strict=True):
+        self.load(dict(enumerate(values)))
+        return self.replay()
+
+    def load(self, values: Mapping[int, Value | SentTables]) -> None:
+        """Bring inputs, by their places, behind the passes that read what they were."""
+        for number, value in values.items():
+            place = self.inputs[number]
             if isinstance(value, SentTables):
                 _send(value, place)
             else:
                 place.copy_(staged(value, place.device), non_blocking=True)
-        return self.replay()
 
     def replay(self) -> Any:
         """The pass on the inputs that are in place; with a CUDA device its output is overwritten by the next."""
