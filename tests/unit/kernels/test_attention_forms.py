@@ -12,15 +12,19 @@ import sys
 import pytest
 import torch
 
+from headrace.kernels._triton import HAVE_TRITON, INTERPRETED
 from headrace.kernels.kv_layouts import PagedKV
-from headrace.kernels.sparse_attention import sparse_attention
+from headrace.kernels.sparse_attention import _sparse_attention_kernel, sparse_attention
 from headrace.kernels.tune_attention import proposal, ranking
 
+SMALL = {"BLOCK_N": 32, "STAGES": 1, "SPREAD": 1, "num_warps": 4}
 DENSE = {"BLOCK_M": 16, "STAGES": 1, "WAVES": 2, "num_warps": 4}
 FORMS = [
     ("mla_decode", "bf16", DENSE | {"BLOCK_N": 64, "PAGES": 1}),
     ("mla_decode", "bf16", DENSE | {"BLOCK_N": 32, "PAGES": 0, "SPREAD": 0}),
     ("mla_decode", "v32_fp8", DENSE | {"BLOCK_N": 32, "PAGES": 0, "SPREAD": 0}),
+    ("sparse_attention", "window_fp8", SMALL | {"PAIRS": 0}),
+    ("sparse_attention", "window_fp8", SMALL | {"PAIRS": 1}),
 ]
 SCRIPT = """
 import json, sys, torch
@@ -46,6 +50,75 @@ def test_form(form):
     assert len(results) >= 2
     for result in results:
         assert result["ok"], result.get("trace") or result
+
+
+DECODERS = """
+import torch
+from headrace.kernels._triton import tl, triton
+from headrace.kernels.attention_core import PAIRS_SCALE, decode, decode_pairs, pairs_column
+
+@triton.jit
+def kernel(data_ptr, words_ptr, plain_ptr, pairs_ptr, W: tl.constexpr, S: tl.constexpr, LAYOUT: tl.constexpr):
+    row, at = tl.arange(0, 16), tl.arange(0, 512)
+    data = tl.load(data_ptr + row[:, None] * W + tl.arange(0, W)[None, :])
+    words = tl.load(words_ptr + row[:, None] * S + tl.arange(0, S)[None, :])
+    tl.store(plain_ptr + row[:, None] * 512 + at[None, :], decode(data, words, LAYOUT).to(tl.float32))
+    tl.store(pairs_ptr + row[:, None] * 512 + pairs_column(at)[None, :], decode_pairs(data, words, LAYOUT).to(tl.float32))
+
+def compare(values, scales, layout):
+    for block, scale in zip(values.split(16), scales.split(16), strict=True):
+        plain, pairs = torch.empty(2, 16, 512)
+        words = [t.contiguous().view(torch.int32) for t in (block, scale)]
+        kernel[(1,)](*words, plain, pairs, words[0].shape[1], words[1].shape[1], layout)
+        assert torch.equal(plain, pairs * PAIRS_SCALE), (plain, pairs * PAIRS_SCALE)
+        assert plain.isfinite().all() and plain.unique().numel() > 50
+
+every = torch.arange(256, dtype=torch.uint8)
+scale = torch.arange(128, dtype=torch.uint8) % 127  # e4m3 of no sign, without NaN
+compare(every.repeat(128, 1), scale[:, None].repeat(1, 32), 2)
+compare(every.repeat(16, 1), (scale[:32] * 4 % 127).repeat(16, 1), 2)
+number = torch.where(every % 128 == 127, 0, every)  # without NaN
+exponent = torch.arange(58, 183)[torch.arange(128) % 125].to(torch.uint8)
+compare(number.repeat(128, 2), exponent[:, None].repeat(1, 16), 1)
+compare(number.repeat(16, 2), exponent[20:36].repeat(16, 1), 1)
+"""
+
+
+def test_decoding_pairs_gives_every_value_exactly():
+    """Each code with each scale, in each place of a word, against the plain decoder."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", DECODERS]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="nothing compiles without Triton, nor under its interpreter")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_pairs_compile_for_hopper():
+    """Keys of V4.1 are decoded where they were loaded: nothing of a tile's size moves between threads but for the products."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = _sparse_attention_kernel
+    constants = {"D": 512, "FORM": 0, "PAGE": 64, "LAYOUT": 1, "EXTRA_PAGE": 64, "EXTRA_LAYOUT": 2, "HAS_EXTRA": True,
+                 "HAS_SINK": True, "HAS_ROPE": True, "SPLIT": False, "BLOCK_H": 64, "BLOCK_N": 64, "STAGES": 5, "SPREAD": 1,
+                 "PAIRS": True}  # fmt: skip
+    pointers = {"scale": "fp32"} | {name: "*bf16" for name in ("q_ptr", "kv16", "extra16", "out_ptr")}
+    pointers |= {name: "*i32" for name in ("kv32", "extra32", "index_ptr", "extra_index_ptr")}
+    types = {name: pointers.get(name, "*fp32" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
+    places = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
+    source = ASTSource(
+        kernel,
+        {name: "constexpr" if name in constants else kind for name, kind in types.items()},
+        {places[name]: value for name, value in constants.items()},
+        {places[name]: [["tt.divisibility", 16]] for name in types if name not in ("scale", "tiles_per_split", *constants)},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    lines = compiled.asm["ttgir"].splitlines()
+    moved = [line for line in lines if "convert_layout" in line and ("64x512xbf16" in line or "64x256xi32" in line)]
+    assert len(moved) == 1  # the output
+    assert compiled.metadata.shared <= 232448  # bytes: what a program may have on this card
 
 
 @pytest.mark.parametrize(

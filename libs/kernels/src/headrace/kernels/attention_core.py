@@ -9,11 +9,13 @@ Scores are kept in base 2 (scale * log2 e folded into one factor). The running m
 a row that sees no key stays finite and gives 0.
 """
 
-from headrace.kernels._triton import dot, tl, triton
+from headrace.kernels._triton import _INTERPRETED, dot, tl, triton
 
 LOG2E = 1.4426950408889634
 NO_SCORE = -1.0e30
 NO_SCORE_ = tl.constexpr(NO_SCORE)
+PAIRS_SCALE = 2.0**48  # over what `decode_pairs` gives
+PAIRS_SCALE_ = tl.constexpr(PAIRS_SCALE)
 
 
 @triton.jit
@@ -28,10 +30,17 @@ def split_index(index, PAGE: tl.constexpr):
 
 @triton.jit
 def load_keys(
-    base16, base32, index, page_stride, offset, PAGE: tl.constexpr, LAYOUT: tl.constexpr, FORM: tl.constexpr
+    base16, base32, index, page_stride, offset, PAGE: tl.constexpr, LAYOUT: tl.constexpr, FORM: tl.constexpr,
+    PAIRS: tl.constexpr = False,
 ):  # fmt: skip
-    """Entries at index [N] (negative: zeros) of any layout -> bf16 k [N, 512] and, in forms 1 and 2, rope [N, 64]."""
-    if LAYOUT == 0:
+    """Entries at index [N] (negative: zeros) of any layout -> bf16 k [N, 512] and, in forms 1 and 2, rope [N, 64].
+
+    PAIRS, for layouts 1 and 2: k / PAIRS_SCALE, its columns as `pairs_column` has them."""
+    if PAIRS:
+        data, words, _ = fetch(base32, index, page_stride, offset, PAGE, LAYOUT)
+        k = decode_pairs(data, words, LAYOUT)
+        return k, k
+    elif LAYOUT == 0:
         return fetch_bf16(base16, index, page_stride, offset, PAGE, FORM)
     else:
         data, words, tail = fetch(base32, index, page_stride, offset, PAGE, LAYOUT)
@@ -117,6 +126,80 @@ def decode(data, words, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def pairs_column(at):
+    """Which of 512 columns lies at `at`: 256 i + 32 t + 8 r + e at 256 i + 64 r + 8 t + e.
+
+    A thread decodes four words of eight FP4 values. So eight threads store 128 bytes side by side at a time, where in the
+    columns' own order they would meet in the same banks.
+    """
+    return at // 256 * 256 + at // 8 % 8 * 32 + at // 64 % 4 * 8 + at % 8
+
+
+@triton.jit
+def decode_pairs(data, words, LAYOUT: tl.constexpr):
+    """Raw columns and scale words of `fetch` -> bf16 [N, 512] / PAIRS_SCALE, columns as `pairs_column` has them.
+
+    Two values at a time in the halves of int32, and no value leaves its thread. The bits of e2m1 (e4m3), at their places in a
+    bf16, are 2^-126 (2^-120) of the value; PAIRS_SCALE is what keeps the factors that make up for it in range. Exact for e4m3
+    scales that are not NaN, and for UE8M0 scales from 2^-69 to 2^55.
+    """
+    N: tl.constexpr = data.shape[0]
+    if LAYOUT == 1:
+        byte = (words[:, :, None] >> (tl.arange(0, 32) // 8 * 8)[None, None, :]) & 0xFF
+        factor = tl.reshape(tl.minimum(byte + 72, 254) * 0x00800080, [N, 128])  # 2^(120 - 48) of the scale, as exponents
+        pairs = tl.join(_times(_e4m3_pair(data, 0), factor), _times(_e4m3_pair(data, 2), factor))
+    else:
+        byte = (words[:, :, None] >> (tl.arange(0, 8) // 2 * 8)[None, None, :]) & 0x7F
+        factor = tl.reshape(byte, [N, 64]) * 0x00100010  # 2^-120 of the scale
+        factor = _times(_times(factor, tl.full([N, 64], 0x71807180, tl.int32)), tl.full([N, 64], 0x70807080, tl.int32))
+        even = data << 4
+        first = tl.join(_times(_e2m1_pair(even, data, 0), factor), _times(_e2m1_pair(even, data, 2), factor))
+        second = tl.join(_times(_e2m1_pair(even, data, 1), factor), _times(_e2m1_pair(even, data, 3), factor))
+        pairs = tl.join(first, second)
+    pairs = tl.permute(tl.reshape(pairs, [N, 2, 8, 4, 4]), (0, 1, 3, 2, 4))
+    return unpack_bf16(tl.reshape(pairs, [N, 256]))
+
+
+SIGNS = tl.constexpr(-2147450880)  # bit 15 of both halves of int32
+
+
+@triton.jit
+def _e4m3_pair(words, FIRST: tl.constexpr):
+    """Bytes FIRST and FIRST + 1 of int32 -> their bits at the places of bf16, in the low and the high half."""
+    both = _upper_bytes(words, words, FIRST, FIRST + 1)
+    return (both & SIGNS) | ((both >> 4) & 0x07F007F0)
+
+
+@triton.jit
+def _e2m1_pair(even, words, BYTE: tl.constexpr):
+    """Byte BYTE of int32, where `even` is words << 4, the same way."""
+    both = _upper_bytes(even, words, BYTE, BYTE)
+    return (both & SIGNS) | ((both >> 6) & 0x01C001C0)
+
+
+@triton.jit
+def _upper_bytes(low, high, L: tl.constexpr, H: tl.constexpr):
+    """int32 with byte L of `low` at bits 8 to 15 and byte H of `high` at bits 24 to 31; of the others nothing is said."""
+    if _INTERPRETED:
+        return (((low >> (8 * L)) & 0xFF) << 8) | (((high >> (8 * H)) & 0xFF) << 24)
+    else:
+        which = tl.full(low.shape, 0x4000 + 0x1000 * H + 0x10 * L, tl.int32)
+        text: tl.constexpr = "prmt.b32 $0, $1, $2, $3;"
+        return tl.inline_asm_elementwise(text, "=r,r,r,r", [low, high, which], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _times(a, b):
+    """Products of the bf16 in both halves of int32."""
+    if _INTERPRETED:
+        low = (a << 16).to(tl.float32, bitcast=True) * (b << 16).to(tl.float32, bitcast=True)
+        high = (a & -65536).to(tl.float32, bitcast=True) * (b & -65536).to(tl.float32, bitcast=True)
+        return ((low.to(tl.int32, bitcast=True) >> 16) & 0xFFFF) | (high.to(tl.int32, bitcast=True) & -65536)
+    else:
+        return tl.inline_asm_elementwise("mul.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def unpack_bf16(words):
     """int32 [N, W] -> bf16 [N, 2 W]."""
     N: tl.constexpr = words.shape[0]
@@ -168,10 +251,15 @@ def decode_e2m1(byte):
 
 
 @triton.jit
-def load_queries(q_ptr, row, live, D: tl.constexpr):
-    """Query rows [M] of D elements -> their first 512 [M, 512] and last 64 columns [M, 64]; dead rows are zeros."""
+def load_queries(q_ptr, row, live, D: tl.constexpr, PAIRS: tl.constexpr = False):
+    """Query rows [M] of D elements -> their first 512 [M, 512] and last 64 columns [M, 64]; dead rows are zeros.
+
+    PAIRS: the 512 as `pairs_column` has them."""
     start = q_ptr + row[:, None] * D
-    q = tl.load(start + tl.arange(0, 512)[None, :], mask=live[:, None], other=0.0)
+    column = tl.arange(0, 512)
+    if PAIRS:
+        column = pairs_column(column)
+    q = tl.load(start + column[None, :], mask=live[:, None], other=0.0)
     q_tail = tl.load(start + (D - 64) + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0)
     return q, q_tail
 
@@ -182,7 +270,7 @@ def attend(
 ):  # fmt: skip
     """One tile of N keys: k bf16 [N, 512], rope [N, 64].
 
-    q bf16 [M, 512], q_tail [M, 64]; top, total [M]; acc fp32 [M, 512], acc_tail [M, 64]. visible
+    q bf16 [M, 512], q_tail [M, 64]; top [M]; total see `weigh`; acc fp32 [M, 512], acc_tail [M, 64]. visible
     [1 or M, N]; scale > 0. In form 2 the columns of q beyond 448 meet zeros.
     """
     M: tl.constexpr = q.shape[0]
@@ -216,17 +304,29 @@ def attend(
 
 @triton.jit
 def weigh(score, top, total):
-    """Online softmax of scores [M, N]: (new maximum [M], new denominator [M], decay of what was summed, weights bf16)."""
+    """Online softmax of scores [M, N]: (new maximum [M], new denominator, decay of what was summed, weights bf16).
+
+    total [M], or [M, 2, 4]: parts of it, each the sum of what one thread holds of a row, for the caller to add up at the end.
+    """
     new_top = tl.maximum(top, tl.max(score, 1))
     decay = tl.exp2(top - new_top)
     weight = tl.exp2(score - new_top[:, None])
-    total = total * decay + tl.sum(weight, 1)
+    if len(total.shape) == 3:
+        M: tl.constexpr = score.shape[0]
+        N: tl.constexpr = score.shape[1]
+        parts = tl.sum(tl.sum(tl.reshape(weight, [M, 2, N // 16, 4, 2]), 4), 2)
+        total = total * decay[:, None, None] + parts
+    else:
+        total = total * decay + tl.sum(weight, 1)
     return new_top, total, decay, weight.to(tl.bfloat16)
 
 
 @triton.jit
-def store_values(out_ptr, at, live, factor, acc, acc_tail, cos_ptr, sin_ptr, FORM: tl.constexpr, HAS_ROPE: tl.constexpr):
-    """Write acc [M, 512] times factor [M] to rows `at` [M] of 512.
+def store_values(
+    out_ptr, at, live, factor, acc, acc_tail, cos_ptr, sin_ptr, FORM: tl.constexpr, HAS_ROPE: tl.constexpr,
+    PAIRS: tl.constexpr = False,
+):  # fmt: skip
+    """Write acc [M, 512] times factor [M] to rows `at` [M] of 512. PAIRS: acc is a sum of what `decode_pairs` gives.
 
     HAS_ROPE then rotates the last 64 columns by the conjugate, from the rounded values, as the model does.
     """
@@ -234,6 +334,9 @@ def store_values(out_ptr, at, live, factor, acc, acc_tail, cos_ptr, sin_ptr, FOR
     mask = live[:, None]
     kind = out_ptr.dtype.element_ty
     column = tl.arange(0, 512)
+    if PAIRS:
+        column = pairs_column(column)
+        factor *= PAIRS_SCALE_
     value = (acc * factor[:, None]).to(kind)
     if FORM == 2:
         tl.store(start + column[None, :], value, mask=mask & (column < 448)[None, :])
@@ -249,13 +352,13 @@ def store_values(out_ptr, at, live, factor, acc, acc_tail, cos_ptr, sin_ptr, FOR
 @triton.jit
 def rotate_back(start, live, cos_ptr, sin_ptr):
     """Rotate 64 bf16 columns in memory at start [M, 1] by the conjugate of cos, sin [32] at the pointers."""
-    column = tl.arange(0, 64)
-    cos = tl.load(cos_ptr + column // 2)
-    sin = tl.load(sin_ptr + column // 2)
-    signed = tl.where(column % 2 == 1, -sin, sin)
-    at = start + column[None, :]
-    x = tl.load(at, mask=live[:, None], other=0.0).to(tl.float32)
-    partner = tl.load(start + (column ^ 1)[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-    turned = tl.fma(x, cos[None, :], partner * signed[None, :])  # said, not left to the compiler: see `rope.rotated`
-    tl.debug_barrier()  # all partners are read
-    tl.store(at, turned.to(tl.bfloat16), mask=live[:, None])
+    pair = tl.arange(0, 32)
+    cos = tl.load(cos_ptr + pair)[None, :]
+    sin = tl.load(sin_ptr + pair)[None, :]
+    at = start.to(tl.pointer_type(tl.int32), bitcast=True) + pair[None, :]
+    both = tl.load(at, mask=live[:, None], other=0)
+    even, odd = (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
+    # fma is said, not left to the compiler: see `rope.rotated`
+    turned_even = tl.fma(even, cos, odd * sin).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+    turned_odd = tl.fma(odd, cos, even * -sin).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+    tl.store(at, (turned_even & 0xFFFF) | (turned_odd << 16), mask=live[:, None])

@@ -17,6 +17,7 @@ from headrace.kernels._triton import cdiv, next_power_of_2, processor_count, tl,
 from headrace.kernels.attention_core import (
     LOG2E,
     NO_SCORE_,
+    PAIRS_SCALE,
     attend,
     load_keys,
     load_queries,
@@ -93,7 +94,9 @@ def sparse_attention(
     extra = extra_kv or kv
     extra_indices = indices if extra_indices is None else extra_indices
     n, m = indices.shape[1], extra_indices.shape[1] if extra_kv is not None else 0
-    config = tuning.sparse_attention()
+    small = {kv.layout, extra.layout} <= {"window_fp8", "main_fp4"}
+    config = tuning.sparse_attention(small)
+    pairs = small and bool(config["PAIRS"])
     block_h = min(64, max(16, next_power_of_2(heads)))
     head_blocks = cdiv(heads, block_h)
     tiles = cdiv(n, config["BLOCK_N"]) + cdiv(m, config["BLOCK_N"])
@@ -109,13 +112,14 @@ def sparse_attention(
         q, _view(kv, torch.bfloat16), _view(kv, torch.int32), indices,
         _view(extra, torch.bfloat16), _view(extra, torch.int32), extra_indices,
         sink if sink is not None else lse, cos, sin, partial, partial_lse,
-        rows, heads, n, m, indices.stride(0), extra_indices.stride(0), tiles_per_split, scale * LOG2E,
+        rows, heads, n, m, indices.stride(0), extra_indices.stride(0), tiles_per_split,
+        scale * LOG2E * (PAIRS_SCALE if pairs else 1),
         kv.page_stride, kv.offset, extra.page_stride, extra.offset,
         D=dim, FORM=1 if dim == 576 else 2 if kv.layout == "v4_fp8" else 0,
         PAGE=kv.page_size, LAYOUT=LAYOUT_IDS[kv.layout], EXTRA_PAGE=extra.page_size,
         EXTRA_LAYOUT=LAYOUT_IDS[extra.layout], HAS_EXTRA=m > 0, HAS_SINK=sink is not None, HAS_ROPE=out_rope is not None,
         SPLIT=splits > 1, BLOCK_H=block_h, BLOCK_N=config["BLOCK_N"], STAGES=config["STAGES"],
-        SPREAD=config["SPREAD"], num_warps=config["num_warps"],
+        SPREAD=config["SPREAD"], PAIRS=pairs, num_warps=config["num_warps"],
     )  # fmt: skip
     if splits > 1:
         combine_splits(partial, partial_lse, out, lse, sink, out_rope)
@@ -163,6 +167,7 @@ def _sparse_attention_kernel(
     PAGE: tl.constexpr, LAYOUT: tl.constexpr, EXTRA_PAGE: tl.constexpr, EXTRA_LAYOUT: tl.constexpr,
     HAS_EXTRA: tl.constexpr, HAS_SINK: tl.constexpr, HAS_ROPE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     head_blocks = tl.cdiv(heads, BLOCK_H)
     row = (tl.program_id(0) // head_blocks).to(tl.int64)
@@ -171,9 +176,9 @@ def _sparse_attention_kernel(
     live = head < heads
     cos_ptr += row * 32
     sin_ptr += row * 32
-    q, q_tail = load_queries(q_ptr, row * heads + head, live, D)
+    q, q_tail = load_queries(q_ptr, row * heads + head, live, D, PAIRS)
     top = tl.full([BLOCK_H], NO_SCORE_, tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
+    total = tl.zeros([BLOCK_H, 2, 4], tl.float32)  # in parts: see `weigh`
     acc = tl.zeros([BLOCK_H, 512], tl.float32)
     acc_tail = tl.zeros([BLOCK_H, 64], tl.float32)
     first_tiles = tl.cdiv(n, BLOCK_N)
@@ -182,7 +187,7 @@ def _sparse_attention_kernel(
     indices = index_ptr + row * index_stride
     for tile in tl.range(begin, end, num_stages=STAGES):
         index = _load_index(indices, tile, n, BLOCK_N)
-        k, rope = load_keys(kv16, kv32, index, page_stride, offset, PAGE, LAYOUT, FORM)
+        k, rope = load_keys(kv16, kv32, index, page_stride, offset, PAGE, LAYOUT, FORM, PAIRS)
         visible = (index >= 0)[None, :]
         top, total, acc, acc_tail = attend(q, q_tail, top, total, acc, acc_tail, k, rope, visible, scale, FORM, SPREAD)
     if HAS_EXTRA:
@@ -192,11 +197,12 @@ def _sparse_attention_kernel(
         for tile in tl.range(begin, end, num_stages=STAGES):
             index = _load_index(indices, tile, m, BLOCK_N)
             k, rope = load_keys(
-                extra16, extra32, index, extra_page_stride, extra_offset, EXTRA_PAGE, EXTRA_LAYOUT, FORM
+                extra16, extra32, index, extra_page_stride, extra_offset, EXTRA_PAGE, EXTRA_LAYOUT, FORM, PAIRS
             )
             visible = (index >= 0)[None, :]
             top, total, acc, acc_tail = attend(q, q_tail, top, total, acc, acc_tail, k, rope, visible, scale, FORM, SPREAD)
 
+    total = tl.sum(tl.sum(total, 2), 1)
     lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
     denominator = total
     at = row * heads + head
@@ -208,7 +214,7 @@ def _sparse_attention_kernel(
             denominator += tl.exp2(tl.load(sink_ptr + head, mask=live, other=0.0) * LOG2E_ - top)
     tl.store(lse_ptr + at, lse, mask=live)
     factor = tl.where(denominator > 0, 1.0 / denominator, 0.0)
-    store_values(out_ptr, at, live, factor, acc, acc_tail, cos_ptr, sin_ptr, FORM, HAS_ROPE and not SPLIT)
+    store_values(out_ptr, at, live, factor, acc, acc_tail, cos_ptr, sin_ptr, FORM, HAS_ROPE and not SPLIT, PAIRS)
 
 
 @triton.jit

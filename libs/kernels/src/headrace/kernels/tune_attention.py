@@ -9,6 +9,7 @@ outputs agree and whose checks pass. It changes no table.
 import argparse
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import time
 import torch
 
 from headrace.kernels import tuning
+from headrace.kernels._triton import processor_count
 from headrace.kernels.bench import input_sets, time_graph
 from headrace.kernels.cases import Case, all_cases
 from headrace.kernels.check import check, relative_error, tensors
@@ -25,7 +27,10 @@ AGREE = 1e-2  # relative difference of outputs: the bound of the check cases
 
 _WIDE = {"BLOCK_M": 64, "BLOCK_N": 64, "SPREAD": 1, "WAVES": 8, "num_warps": 8}
 DENSE = [_WIDE | {"STAGES": stages, "PAGES": pages} for pages in (1, 0) for stages in (2, 3)]
-SPARSE = grid(BLOCK_N=(32, 64), STAGES=(2, 3), SPREAD=(1,), num_warps=(8,))
+SPARSE = grid(BLOCK_N=(32, 64), STAGES=(2, 3, 5), SPREAD=(1,), PAIRS=(0,), num_warps=(8,))
+SMALL = grid(BLOCK_N=(64,), STAGES=(5,), SPREAD=(1,), PAIRS=(0,), num_warps=(8,))
+SMALL += grid(BLOCK_N=(64,), STAGES=(3, 5), SPREAD=(1,), PAIRS=(1,), num_warps=(8,))
+SMALL += [SMALL[-1] | {"BLOCK_N": 32}, SMALL[-1] | {"num_warps": 16}]
 
 
 def row_of(case: Case) -> str | None:
@@ -45,7 +50,13 @@ def wanted(timed: bool, only: list[str]) -> list[Case]:
 
 def forms(case: Case) -> list[dict | None]:
     """None: as `tuning` has it."""
-    return [None, *(DENSE if case.op == "mla_decode" else SPARSE)]
+    return [None, *(DENSE if case.op == "mla_decode" else SMALL if "main_fp4" in case.name else SPARSE)]
+
+
+def kernel_of(case: Case) -> tuple[str | None, bool]:
+    """What shapes share, whose kernel is the same: their row, and whether few query rows are split."""
+    rows = re.search(r"(\d+) rows", case.name)
+    return row_of(case), bool(rows) and int(rows[1]) <= processor_count() // 2
 
 
 class table_says:
@@ -178,8 +189,8 @@ def main(arguments: list[str] | None = None) -> int:
     cases = wanted(True, options.only.split("|"))
     pairs, seen = [], set()
     for case in cases:
-        for form in forms(case):  # shapes of one row share their kernels
-            if (key := (row_of(case), json.dumps(form))) not in seen:
+        for form in forms(case):
+            if (key := (kernel_of(case), json.dumps(form))) not in seen:
                 seen.add(key)
                 pairs.append((case, form))
     if options.compile:

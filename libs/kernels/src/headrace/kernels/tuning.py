@@ -6,11 +6,15 @@ A row is data for one source: no kernel is forked for a device. `headrace.kernel
 from headrace.kernels._triton import INTERPRETED, cdiv, has_bf16_pairs, processor_count
 
 
-def sparse_attention() -> dict[str, int]:
-    """SPREAD: see `attention_core.attend`. One row: it was the fastest for every layout, and fits with any two of them."""
+def sparse_attention(small: bool) -> dict[str, int]:
+    """SPREAD: see `attention_core.attend`. PAIRS, if both sources are `small` (FP8 window, FP4): see `decode_pairs`.
+
+    One row: it was the fastest for every layout, and fits with any two of them. From 5 STAGES on the next tile's entries arrive
+    while one is worked on; with fewer, a tile waits for its own.
+    """
     if INTERPRETED:
-        return {"BLOCK_N": 16, "STAGES": 1, "SPREAD": 1, "num_warps": 4}
-    return {"BLOCK_N": 64, "STAGES": 3, "SPREAD": 1, "num_warps": 8}
+        return {"BLOCK_N": 16, "STAGES": 1, "SPREAD": 1, "PAIRS": int(small), "num_warps": 4}
+    return {"BLOCK_N": 64, "STAGES": 3, "SPREAD": 1, "PAIRS": 0, "num_warps": 8}
 
 
 def mla_decode(layout: str, rows: int) -> dict[str, int]:

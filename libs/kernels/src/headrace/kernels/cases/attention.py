@@ -27,7 +27,7 @@ def cases() -> Iterator[Case]:
         yield sparse("full", "v32_fp8", None, b * 2, 128, 2048, 0, False, False, timed=True, queries=2)
     for b in (2, 64, 128):
         yield sparse("full", "v4_fp8", "v4_fp8", b * 2, 64, 128, 512, False, False, timed=True, queries=2)
-    for b in (2, 64, 128):
+    for b in (2, 32, 64, 128):
         yield sparse("full", "window_fp8", "main_fp4", b * 2, 64, 128, 512, True, False, timed=True, queries=2)
     yield sparse("full", "bf16", None, 4096, 64, 512, 0, False, True, timed=True)
     yield sparse("full", "bf16", None, 4096, 128, 2048, 0, False, True, timed=True, dim=576)
