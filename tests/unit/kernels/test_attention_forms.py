@@ -6,6 +6,7 @@ stored.
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -103,7 +104,7 @@ def test_pairs_compile_for_hopper():
     kernel = _sparse_attention_kernel
     constants = {"D": 512, "FORM": 0, "PAGE": 64, "LAYOUT": 1, "EXTRA_PAGE": 64, "EXTRA_LAYOUT": 2, "HAS_EXTRA": True,
                  "HAS_SINK": True, "HAS_ROPE": True, "SPLIT": False, "BLOCK_H": 64, "BLOCK_N": 64, "STAGES": 5, "SPREAD": 1,
-                 "PAIRS": True}  # fmt: skip
+                 "PAIRS": True, "WHOLE": True, "EXTRA_WHOLE": True}  # fmt: skip
     pointers = {"scale": "fp32"} | {name: "*bf16" for name in ("q_ptr", "kv16", "extra16", "out_ptr")}
     pointers |= {name: "*i32" for name in ("kv32", "extra32", "index_ptr", "extra_index_ptr")}
     types = {name: pointers.get(name, "*fp32" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
@@ -118,6 +119,10 @@ def test_pairs_compile_for_hopper():
     lines = compiled.asm["ttgir"].splitlines()
     moved = [line for line in lines if "convert_layout" in line and ("64x512xbf16" in line or "64x256xi32" in line)]
     assert len(moved) == 1  # the output
+    chosen = {int(n) for n in re.findall(r"mov.b32 \t%r\d+, (5[0-9]{4}|6[0-9]{4});", compiled.asm["ptx"])}
+    bytes_of = {(0, 1), (2, 3)}, {(n, n) for n in range(4)}  # of a word of e4m3; of e2m1 and the same shifted
+    wanted = {low | (8 + low) << 4 | (4 + high) << 8 | (12 + high) << 12 for low, high in set.union(*bytes_of)}
+    assert wanted <= chosen, (wanted, chosen)  # prmt: a byte, its sign eight times, a byte of the other word, its sign
     assert compiled.metadata.shared <= 232448  # bytes: what a program may have on this card
 
 

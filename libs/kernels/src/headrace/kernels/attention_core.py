@@ -35,9 +35,10 @@ def load_keys(
 ):  # fmt: skip
     """Entries at index [N] (negative: zeros) of any layout -> bf16 k [N, 512] and, in forms 1 and 2, rope [N, 64].
 
-    PAIRS, for layouts 1 and 2: k / PAIRS_SCALE, its columns as `pairs_column` has them."""
+    PAIRS, for layouts 1 and 2: k / PAIRS_SCALE, its columns as `pairs_column` has them; of a negative index something finite.
+    """
     if PAIRS:
-        data, words, _ = fetch(base32, index, page_stride, offset, PAGE, LAYOUT)
+        data, words = fetch_pairs(base32, index, page_stride, offset, PAGE, LAYOUT)
         k = decode_pairs(data, words, LAYOUT)
         return k, k
     elif LAYOUT == 0:
@@ -104,6 +105,17 @@ def fetch(base32, index, page_stride, offset, PAGE: tl.constexpr, LAYOUT: tl.con
 
 
 @triton.jit
+def fetch_pairs(base32, index, page_stride, offset, PAGE: tl.constexpr, LAYOUT: tl.constexpr):
+    """As `fetch`, of layouts 1 and 2: (columns, scales); a negative index reads the first entry."""
+    ENTRY: tl.constexpr = 132 if LAYOUT == 1 else 72  # words
+    COLUMNS: tl.constexpr = 128 if LAYOUT == 1 else 64
+    page, slot = split_index(tl.maximum(index, 0), PAGE)
+    row = tl.multiple_of(page * (page_stride >> 2) + (slot * ENTRY + (offset >> 2)), 4)[:, None]
+    data = tl.load(base32 + row + tl.arange(0, COLUMNS)[None, :])
+    return data, tl.load(base32 + row + COLUMNS + tl.arange(0, ENTRY - COLUMNS)[None, :])
+
+
+@triton.jit
 def decode(data, words, LAYOUT: tl.constexpr):
     """Raw columns and scale words of `fetch` -> bf16 [N, 512]; every product but V3.2's is exact."""
     N: tl.constexpr = data.shape[0]
@@ -141,49 +153,37 @@ def decode_pairs(data, words, LAYOUT: tl.constexpr):
 
     Two values at a time in the halves of int32, and no value leaves its thread. The bits of e2m1 (e4m3), at their places in a
     bf16, are 2^-126 (2^-120) of the value; PAIRS_SCALE is what keeps the factors that make up for it in range. Exact for e4m3
-    scales that are not NaN, and for UE8M0 scales from 2^-69 to 2^55.
+    scales that are not NaN, and for UE8M0 scales from 2^-69 to 2^55; finite for any bytes.
     """
     N: tl.constexpr = data.shape[0]
     if LAYOUT == 1:
         byte = (words[:, :, None] >> (tl.arange(0, 32) // 8 * 8)[None, None, :]) & 0xFF
         factor = tl.reshape(tl.minimum(byte + 72, 254) * 0x00800080, [N, 128])  # 2^(120 - 48) of the scale, as exponents
-        pairs = tl.join(_times(_e4m3_pair(data, 0), factor), _times(_e4m3_pair(data, 2), factor))
+        FIELDS: tl.constexpr = 0x87F087F0 - (1 << 32)
+        first, second = _wide_bytes(data, data, 0, 1) << 4, _wide_bytes(data, data, 2, 3) << 4
+        pairs = tl.join(_times(first & FIELDS, factor), _times(second & FIELDS, factor))
     else:
         byte = (words[:, :, None] >> (tl.arange(0, 8) // 2 * 8)[None, None, :]) & 0x7F
         factor = tl.reshape(byte, [N, 64]) * 0x00100010  # 2^-120 of the scale
         factor = _times(_times(factor, tl.full([N, 64], 0x71807180, tl.int32)), tl.full([N, 64], 0x70807080, tl.int32))
+        FIELDS: tl.constexpr = 0x81C081C0 - (1 << 32)
         even = data << 4
-        first = tl.join(_times(_e2m1_pair(even, data, 0), factor), _times(_e2m1_pair(even, data, 2), factor))
-        second = tl.join(_times(_e2m1_pair(even, data, 1), factor), _times(_e2m1_pair(even, data, 3), factor))
+        p0, p1 = _wide_bytes(even, data, 0, 0) << 2, _wide_bytes(even, data, 1, 1) << 2
+        p2, p3 = _wide_bytes(even, data, 2, 2) << 2, _wide_bytes(even, data, 3, 3) << 2
+        first = tl.join(_times(p0 & FIELDS, factor), _times(p2 & FIELDS, factor))
+        second = tl.join(_times(p1 & FIELDS, factor), _times(p3 & FIELDS, factor))
         pairs = tl.join(first, second)
     pairs = tl.permute(tl.reshape(pairs, [N, 2, 8, 4, 4]), (0, 1, 3, 2, 4))
     return unpack_bf16(tl.reshape(pairs, [N, 256]))
 
 
-SIGNS = tl.constexpr(-2147450880)  # bit 15 of both halves of int32
-
-
 @triton.jit
-def _e4m3_pair(words, FIRST: tl.constexpr):
-    """Bytes FIRST and FIRST + 1 of int32 -> their bits at the places of bf16, in the low and the high half."""
-    both = _upper_bytes(words, words, FIRST, FIRST + 1)
-    return (both & SIGNS) | ((both >> 4) & 0x07F007F0)
-
-
-@triton.jit
-def _e2m1_pair(even, words, BYTE: tl.constexpr):
-    """Byte BYTE of int32, where `even` is words << 4, the same way."""
-    both = _upper_bytes(even, words, BYTE, BYTE)
-    return (both & SIGNS) | ((both >> 6) & 0x01C001C0)
-
-
-@triton.jit
-def _upper_bytes(low, high, L: tl.constexpr, H: tl.constexpr):
-    """int32 with byte L of `low` at bits 8 to 15 and byte H of `high` at bits 24 to 31; of the others nothing is said."""
+def _wide_bytes(low, high, L: tl.constexpr, H: tl.constexpr):
+    """Byte L of int32 `low` and byte H of `high` as signed numbers in the halves of int32."""
     if _INTERPRETED:
-        return (((low >> (8 * L)) & 0xFF) << 8) | (((high >> (8 * H)) & 0xFF) << 24)
+        return ((low << (24 - 8 * L)) >> 24 & 0xFFFF) | ((high << (24 - 8 * H)) >> 24 << 16)
     else:
-        which = tl.full(low.shape, 0x4000 + 0x1000 * H + 0x10 * L, tl.int32)
+        which = tl.full(low.shape, 0xC480 + 0x0011 * L + 0x1100 * H, tl.int32)
         text: tl.constexpr = "prmt.b32 $0, $1, $2, $3;"
         return tl.inline_asm_elementwise(text, "=r,r,r,r", [low, high, which], tl.int32, is_pure=True, pack=1)
 

@@ -119,7 +119,8 @@ def sparse_attention(
         PAGE=kv.page_size, LAYOUT=LAYOUT_IDS[kv.layout], EXTRA_PAGE=extra.page_size,
         EXTRA_LAYOUT=LAYOUT_IDS[extra.layout], HAS_EXTRA=m > 0, HAS_SINK=sink is not None, HAS_ROPE=out_rope is not None,
         SPLIT=splits > 1, BLOCK_H=block_h, BLOCK_N=config["BLOCK_N"], STAGES=config["STAGES"],
-        SPREAD=config["SPREAD"], PAIRS=pairs, num_warps=config["num_warps"],
+        SPREAD=config["SPREAD"], PAIRS=pairs, WHOLE=n % config["BLOCK_N"] == 0,
+        EXTRA_WHOLE=m % config["BLOCK_N"] == 0, num_warps=config["num_warps"],
     )  # fmt: skip
     if splits > 1:
         combine_splits(partial, partial_lse, out, lse, sink, out_rope)
@@ -167,7 +168,7 @@ def _sparse_attention_kernel(
     PAGE: tl.constexpr, LAYOUT: tl.constexpr, EXTRA_PAGE: tl.constexpr, EXTRA_LAYOUT: tl.constexpr,
     HAS_EXTRA: tl.constexpr, HAS_SINK: tl.constexpr, HAS_ROPE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPREAD: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, WHOLE: tl.constexpr, EXTRA_WHOLE: tl.constexpr,
 ):  # fmt: skip
     head_blocks = tl.cdiv(heads, BLOCK_H)
     row = (tl.program_id(0) // head_blocks).to(tl.int64)
@@ -186,7 +187,7 @@ def _sparse_attention_kernel(
     end = tl.minimum(begin + tiles_per_split, first_tiles)
     indices = index_ptr + row * index_stride
     for tile in tl.range(begin, end, num_stages=STAGES):
-        index = _load_index(indices, tile, n, BLOCK_N)
+        index = _load_index(indices, tile, n, BLOCK_N, WHOLE)
         k, rope = load_keys(kv16, kv32, index, page_stride, offset, PAGE, LAYOUT, FORM, PAIRS)
         visible = (index >= 0)[None, :]
         top, total, acc, acc_tail = attend(q, q_tail, top, total, acc, acc_tail, k, rope, visible, scale, FORM, SPREAD)
@@ -195,7 +196,7 @@ def _sparse_attention_kernel(
         end = tl.minimum((split + 1) * tiles_per_split - first_tiles, tl.cdiv(m, BLOCK_N))
         indices = extra_index_ptr + row * extra_index_stride
         for tile in tl.range(begin, end, num_stages=STAGES):
-            index = _load_index(indices, tile, m, BLOCK_N)
+            index = _load_index(indices, tile, m, BLOCK_N, EXTRA_WHOLE)
             k, rope = load_keys(
                 extra16, extra32, index, extra_page_stride, extra_offset, EXTRA_PAGE, EXTRA_LAYOUT, FORM, PAIRS
             )
@@ -218,10 +219,13 @@ def _sparse_attention_kernel(
 
 
 @triton.jit
-def _load_index(indices, tile, count, BLOCK_N: tl.constexpr):
-    """Entry indices of a tile, -1 beyond the list."""
+def _load_index(indices, tile, count, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr):
+    """Entry indices of a tile, -1 beyond the list. WHOLE: no tile goes beyond it."""
     at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    return tl.load(indices + at, mask=at < count, other=-1)
+    if WHOLE:
+        return tl.load(indices + at)
+    else:
+        return tl.load(indices + at, mask=at < count, other=-1)
 
 
 @triton.jit
