@@ -95,9 +95,9 @@ def sparse_attention(
     extra_indices = indices if extra_indices is None else extra_indices
     n, m = indices.shape[1], extra_indices.shape[1] if extra_kv is not None else 0
     small = {kv.layout, extra.layout} <= {"window_fp8", "main_fp4"}
-    config = tuning.sparse_attention(small)
-    pairs = small and bool(config["PAIRS"])
     block_h = min(64, max(16, next_power_of_2(heads)))
+    config = tuning.sparse_attention(small, block_h)
+    pairs = small and bool(config["PAIRS"])
     head_blocks = cdiv(heads, block_h)
     tiles = cdiv(n, config["BLOCK_N"]) + cdiv(m, config["BLOCK_N"])
     splits = 1 if batch_invariant else _splits(rows * head_blocks, tiles, processor_count())

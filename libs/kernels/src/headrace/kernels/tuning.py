@@ -6,11 +6,12 @@ A row is data for one source: no kernel is forked for a device. `headrace.kernel
 from headrace.kernels._triton import INTERPRETED, cdiv, has_bf16_pairs, processor_count
 
 
-def sparse_attention(small: bool) -> dict[str, int]:
-    """SPREAD: see `attention_core.attend`. PAIRS, if both sources are `small` (FP8 window, FP4): see `decode_pairs`.
+def sparse_attention(small: bool, heads: int) -> dict[str, int]:
+    """`heads` of a program: 16, 32 or 64. SPREAD: see `attention_core.attend`. PAIRS, if both sources are `small` (FP8 window,
+    FP4): see `decode_pairs`.
 
     One row: it was the fastest for every layout, and fits with any two of them. From 5 STAGES on the next tile's entries arrive
-    while one is worked on; with fewer, a tile waits for its own.
+    while one is worked on; with fewer, a tile waits for its own. With 32 heads and small sources 5 do not fit.
     """
     if INTERPRETED:
         return {"BLOCK_N": 16, "STAGES": 1, "SPREAD": 1, "PAIRS": int(small), "num_warps": 4}
