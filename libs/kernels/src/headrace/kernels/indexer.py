@@ -65,6 +65,8 @@ def index_scores(
     rows, heads, dim = q.shape
     if kv.layout != "index_fp4" or dim != 128 or heads not in (16, 32, 64, 128):
         raise ValueError(f"the indexer needs index_fp4 keys of 128 and 16, 32, 64 or 128 heads: {kv.layout}, {dim}, {heads}")
+    if kv.page_size % CANDIDATE_BLOCK:
+        raise ValueError(f"a page of index keys holds whole blocks of {CANDIDATE_BLOCK}: got pages of {kv.page_size}")
     width = max_entries if candidates is None else candidates.shape[1] * CANDIDATE_BLOCK
     out = torch.empty(rows, width, dtype=torch.float32, device=q.device)
     config = tuning.indexer(rows, width)
@@ -72,6 +74,18 @@ def index_scores(
         words = kv.bytes[: kv.bytes.numel() // 4 * 4].view(torch.int32)
         if kv.page_stride % 4 or kv.offset % 4:
             raise ValueError(f"index keys are read as words: page stride {kv.page_stride}, offset {kv.offset} bytes")
+        if config["FORM"] == 2:
+            wide = heads > 32  # its sums would not fit into registers beside a tile of 128 keys
+            tile = 64 if wide else config["BLOCK_N"]
+            _quad_kernel[(cdiv(width, tile * config["TILES"]), rows)](
+                q.contiguous(), weights.contiguous(), words, block_table, row_sequence, visible,
+                candidates if candidates is not None else visible, out, width, block_table.stride(0),
+                0 if candidates is None else candidates.stride(0), kv.page_stride // 4, kv.offset // 4,
+                tile * config["TILES"],
+                HEADS=heads, PAGE=kv.page_size, CANDIDATES=candidates is not None, BLOCK_N=tile,
+                ALIGNED=1 if kv.offset % 16 else 4, num_warps=4, maxnreg=None if wide else config["REGISTERS"],
+            )  # fmt: skip
+            return out
         span = config["BLOCK_N"] * config["TILES"]
         _score_kernel[(cdiv(width, span), rows)](
             q.contiguous(), weights.contiguous(), words, block_table, row_sequence, visible,
@@ -176,6 +190,196 @@ def _group_product(words, q, scale, SHIFT: tl.constexpr):
     key = tl.reshape(byte, [N, 32]).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     product = dot(key, tl.trans(q), tl.zeros([N, q.shape[0]], tl.float32))
     return product * (((scale >> SHIFT) & 0xFF) << 23).to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
+def _quad_kernel(
+    q_ptr, weight_ptr, pool, table_ptr, sequence_ptr, visible_ptr, candidate_ptr, out_ptr, width,
+    table_stride, candidate_stride, page_stride, offset, span,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """As `_score_kernel`, laid out for Hopper's matrix unit: keys come in whole lines into the registers of the warp that
+    multiplies them, a tile ahead of their use, and reach its left operand without meeting another warp.
+
+    The unit gives a warp the rows 16 w to 16 w + 15 of 64, a thread two of them eight apart, and four threads share a row. A
+    load gives it the rows 8 w to 8 w + 7 of 32. So a tile is loaded in the order of `_loaded`, and `_own` puts it back by names
+    of registers alone. Triton's own pipelining would wait for each tile's table entry and then for its keys.
+    """
+    ONE_PAGE: tl.constexpr = not CANDIDATES and PAGE % BLOCK_N == 0
+    row = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * span
+    last = tl.minimum(width, first + span)
+    visible = tl.load(visible_ptr + row)
+    stop = last
+    if not CANDIDATES:
+        stop = tl.maximum(tl.minimum(last, visible), first)
+    final = tl.maximum(tl.minimum(last, visible), 1) - 1
+    table_ptr += tl.load(sequence_ptr + row).to(tl.int64) * table_stride
+    candidate_ptr += row * candidate_stride
+    out_ptr += row * width
+    head = row * HEADS + tl.arange(0, HEADS)
+    q0, q1 = _query_quad(q_ptr, head, 0), _query_quad(q_ptr, head, 1)
+    q2, q3 = _query_quad(q_ptr, head, 2), _query_quad(q_ptr, head, 3)
+    most = tl.maximum(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)), tl.max(tl.abs(q2), 1))
+    most = tl.maximum(most, tl.max(tl.abs(q3), 1))
+    exponent = tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 10)
+    up = ((261 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]  # the largest of a head lands in 128..255
+    q0, q1, q2, q3 = to_e4m3(q0 * up), to_e4m3(q1 * up), to_e4m3(q2 * up), to_e4m3(q3 * up)
+    weight = tl.load(weight_ptr + head) * ((exponent - 2) << 23).to(tl.float32, bitcast=True)  # half of it: see below
+    block = _blocks(candidate_ptr, first, last, final, CANDIDATES, ONE_PAGE, BLOCK_N)
+    page = _pages(table_ptr, block, visible, PAGE, CANDIDATES)
+    words, scale = _load_keys(pool, page, block, page_stride, offset, PAGE, ONE_PAGE, ALIGNED, BLOCK_N)
+    block = _blocks(candidate_ptr, first + BLOCK_N, last, final, CANDIDATES, ONE_PAGE, BLOCK_N)
+    page = _pages(table_ptr, block, visible, PAGE, CANDIDATES)
+    after = _blocks(candidate_ptr, first + 2 * BLOCK_N, last, final, CANDIDATES, ONE_PAGE, BLOCK_N)
+    for begin in tl.range(first, stop, BLOCK_N, num_stages=1):
+        if BLOCK_N == 128:  # one half after the other: their sums are not in registers at once
+            lower, upper = _halves(words)
+            lower_scale, upper_scale = _halves(scale)
+            a0, a1, a2, a3 = _groups(lower)
+            b0, b1, b2, b3 = _groups(upper)
+        else:
+            lower_scale = scale
+            a0, a1, a2, a3 = _groups(words)
+        words, scale = _load_keys(pool, page, block, page_stride, offset, PAGE, ONE_PAGE, ALIGNED, BLOCK_N)
+        tl.debug_barrier()  # or the assembler moves these loads behind the products, right before their use
+        score = _quad_scores(a0, a1, a2, a3, lower_scale, q0, q1, q2, q3, weight)
+        if BLOCK_N == 128:
+            more = _quad_scores(b0, b1, b2, b3, upper_scale, q0, q1, q2, q3, weight)
+            score = tl.reshape(tl.permute(tl.join(score, more), (1, 0)), [128])
+        block = after
+        page = _pages(table_ptr, block, visible, PAGE, CANDIDATES)
+        after = _blocks(candidate_ptr, begin + 3 * BLOCK_N, last, final, CANDIDATES, ONE_PAGE, BLOCK_N)
+        column = tl.arange(0, BLOCK_N)
+        inside = column < stop - begin
+        if CANDIDATES:
+            chosen = tl.load(candidate_ptr + begin // 8 + (column >> 3), mask=inside, other=-1)
+            score = tl.where((chosen >= 0) & (chosen * 8 + (column & 7) < visible), score, float("-inf"))
+        tl.store(out_ptr + begin + column, score, mask=inside)
+    for begin in range(stop, last, BLOCK_N):
+        column = begin + tl.arange(0, BLOCK_N)
+        tl.store(out_ptr + column, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=column < last)
+
+
+@triton.jit
+def _halves(x):
+    """[2 R, C] -> its first R rows and the others"""
+    R: tl.constexpr = x.shape[0] // 2
+    return tl.split(tl.permute(tl.reshape(x, [2, R, x.shape[1]]), (1, 2, 0)))
+
+
+@triton.jit
+def _groups(words):
+    """Words int32 [N, 16] as loaded -> those of each scale group, int32 [N, 4], in order."""
+    even, odd = tl.split(tl.permute(tl.reshape(words, [words.shape[0], 2, 2, 4]), (0, 3, 2, 1)))  # groups 0 and 1, 2 and 3
+    w0, w1 = tl.split(even)
+    w2, w3 = tl.split(odd)
+    return _own(w0), _own(w1), _own(w2), _own(w3)
+
+
+@triton.jit
+def _quad_scores(w0, w1, w2, w3, scale, q0, q1, q2, q3, weight):
+    """Words of four groups in order, scale int32 [N, 4] as loaded -> fp32 scores [N]."""
+    scale = _own(scale)
+    total = _quad_product(w0, q0, scale << 23)
+    total += _quad_product(w1, q1, scale << 15)
+    total += _quad_product(w2, q2, scale << 7)
+    total += _quad_product(w3, q3, scale >> 1)
+    return tl.sum((total + tl.abs(total)) * weight[None, :], 1)  # twice relu: an addition runs at twice a maximum's rate
+
+
+@triton.jit
+def _blocks(candidate_ptr, begin, last, final, CANDIDATES: tl.constexpr, ONE_PAGE: tl.constexpr, N: tl.constexpr):
+    """Blocks of 8 positions of the tile at column `begin`: [N / 8], the first alone with ONE_PAGE; -1: none. Behind the last
+    position `final` that of the last tile, which is read once more for nothing."""
+    if ONE_PAGE:
+        return (tl.minimum(begin, final & -N) >> 3) + tl.zeros([], tl.int32)
+    elif CANDIDATES:
+        block = (begin >> 3) + tl.arange(0, N // 8)
+        return tl.load(candidate_ptr + block, mask=block * 8 < last, other=-1)
+    else:
+        return tl.minimum((begin >> 3) + tl.arange(0, N // 8), final >> 3)
+
+
+@triton.jit
+def _pages(table_ptr, block, visible, PAGE: tl.constexpr, CANDIDATES: tl.constexpr):
+    """Pool pages of blocks; page 0 for what nobody sees, where the table may end."""
+    seen = block * 8 < visible
+    if CANDIDATES:
+        seen = seen & (block >= 0)
+        block = tl.maximum(block, 0)
+    page, _ = split_index(block * 8, PAGE)
+    return tl.load(table_ptr + page, mask=seen, other=0)
+
+
+@triton.jit
+def _load_keys(
+    pool, page, block, page_stride, offset, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """A tile's raw keys in the order of `_loaded`: words int32 [N, 16], the scale word int32 [N, 4], four times the same."""
+    at = page.to(tl.int64) * page_stride + offset
+    _, slot = split_index(tl.maximum(block, 0) * 8, PAGE)
+    if ONE_PAGE:
+        row = tl.arange(0, 32) // 8 * 16 + tl.arange(0, 32) % 8
+        key = pool + tl.multiple_of(at + slot * 16, ALIGNED) + ((row * 16)[:, None] + tl.arange(0, 16)[None, :])
+        words = _rows(tl.load(key), tl.load(key + 128))
+        if N == 128:
+            words = _rows(words, _rows(tl.load(key + 1024), tl.load(key + 1152)))
+        entry = _loaded(tl.arange(0, N // 8) * 8) + (tl.arange(0, N) & 7)
+        return words, tl.trans(tl.load(pool + (at + PAGE * 16 + slot) + (entry[None, :] + tl.zeros([4, 1], tl.int32))))
+    else:
+        at, slot = _loaded(at), _loaded(slot) + (tl.arange(0, N) & 7)
+        key = (pool + tl.multiple_of(at + slot * 16, ALIGNED))[:, None] + tl.arange(0, 16)[None, :]
+        scale = pool + at + PAGE * 16 + slot
+        # Not [N, 4]: of equal addresses the first dimension goes to neighbouring threads, and a row's four are neighbours.
+        return tl.load(key), tl.trans(tl.load(scale[None, :] + tl.zeros([4, 1], tl.int32)))
+
+
+@triton.jit
+def _rows(a, b):
+    """[R, C], [R, C] -> [2 R, C], one behind the other"""
+    return tl.reshape(tl.permute(tl.join(a, b), (2, 0, 1)), [2 * a.shape[0], a.shape[1]])
+
+
+@triton.jit
+def _loaded(block):
+    """A value for each block of 8 rows [N / 8], in order -> for each row as loaded [N]."""
+    N: tl.constexpr = block.shape[0] * 8
+    block = tl.permute(tl.reshape(block, [N // 64, 4, 2]), (0, 2, 1))
+    return tl.reshape(tl.broadcast_to(block[:, :, :, None], [N // 64, 2, 4, 8]), [N])
+
+
+@triton.jit
+def _own(x):
+    """Rows as loaded [N, C] -> in order: undoes `_loaded`."""
+    N: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(x, [N // 64, 2, 4, 8, C]), (0, 2, 1, 3, 4)), [N, C])
+
+
+@triton.jit
+def _query_quad(q_ptr, row, GROUP: tl.constexpr):
+    """Columns of one scale group of query rows [H], fp32 [H, 32], in the order in which `_quad_product` decodes keys: the even
+    columns of every word, then the odd ones."""
+    k = tl.arange(0, 32)
+    column = GROUP * 32 + (k // 4 % 4) * 8 + (k % 4) * 2 + k // 16
+    return tl.load(q_ptr + row[:, None] * 128 + column[None, :]).to(tl.float32)
+
+
+@triton.jit
+def _quad_product(words, q, scale):
+    """Packed FP4 words int32 [N, 4] of one group, q e4m3 [H, 32], scale int32 [N, 4], its byte at the bits of a fp32 exponent
+    -> fp32 [N, H] / 64. Four threads that share a row hold a word each, and each its scale."""
+    N: tl.constexpr = words.shape[0]
+    H: tl.constexpr = q.shape[0]
+    low = ((words << 4) & -2139062144) | ((words << 2) & 0x1C1C1C1C)  # sign to bit 7, code to bits 2..4 of each byte
+    high = (words & -2139062144) | ((words >> 2) & 0x1C1C1C1C)
+    word = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [N, 8])
+    byte = tl.join(tl.join(word, word >> 16), tl.join(word >> 8, word >> 24))  # [N, 8, 2, 2]
+    key = tl.reshape(byte, [N, 32]).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    product = dot(key, tl.trans(q), tl.zeros([N, H], tl.float32))
+    factor = (scale & 0x7F800000).to(tl.float32, bitcast=True)
+    return product * tl.reshape(tl.broadcast_to(factor[:, None, :, None], [N, H // 8, 4, 2]), [N, H])
 
 
 @triton.jit

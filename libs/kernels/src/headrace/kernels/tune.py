@@ -2,7 +2,8 @@
 
 For each timed case it times every candidate of its operation's grid beside what `tuning` has now, compares outputs, and
 prints a table, best first; then it runs the check cases of those operations under every candidate. What is worth keeping
-goes by hand into `tuning`, whose tables are what runs. FP8 products: `tune_gemm`; latent attention: `tune_attention`.
+goes by hand into `tuning`, whose tables are what runs. FP8 products: `tune_gemm`; latent attention: `tune_attention`; the
+indexer's scores, on more shapes: `tune_indexer`.
 --processes compiles first, so many at a time. Needs a GPU. For example, in a minute on 16 cores:
 
     python -m headrace.kernels.tune --only "sample:|verify_drafts|topk|route" --processes 16 --seconds 55 --json
@@ -38,7 +39,8 @@ SIMPLE = {  # operation: (function in `tuning`, candidates)
         "indexer",
         grid(FORM=(0,), BLOCK_N=(128,), num_warps=(4,))
         + grid(FORM=(1,), BLOCK_N=(128,), TILES=(4, 16), STAGES=(1, 3), num_warps=(4,))
-        + grid(FORM=(1,), BLOCK_N=(256,), TILES=(4,), STAGES=(1,), num_warps=(8,)),
+        + grid(FORM=(1,), BLOCK_N=(256,), TILES=(4,), STAGES=(1,), num_warps=(8,))
+        + grid(FORM=(2,), BLOCK_N=(128, 64), TILES=(4, 16), REGISTERS=(None, 96)),
     ),
     "topk": ("topk", [{"FORM": 0}, *grid(FORM=(1,), BITS=(4, 2), num_warps=(8,))]),
     "sample": (

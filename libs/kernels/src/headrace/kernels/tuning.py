@@ -160,7 +160,8 @@ def indexer(rows: int, width: int) -> dict[str, int]:
     A long run of tiles pays for its setting up where the card is full of such programs: measured with 1,024 and more.
     """
     if INTERPRETED:
-        return {"FORM": rows % 2, "BLOCK_N": 32, "TILES": 2, "STAGES": 1, "num_warps": 4}
+        tile = 32 if rows % 3 < 2 else 128 - 64 * (rows % 2)
+        return {"FORM": rows % 3, "BLOCK_N": tile, "TILES": 2, "STAGES": 1, "REGISTERS": None, "num_warps": 4}
     if rows * cdiv(width, 2048) >= 4 * processor_count():
         return {"FORM": 1, "BLOCK_N": 128, "TILES": 16, "STAGES": 3, "num_warps": 4}
     return {"FORM": 0, "BLOCK_N": 128, "num_warps": 4}

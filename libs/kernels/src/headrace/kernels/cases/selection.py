@@ -15,6 +15,8 @@ def cases() -> Iterator[Case]:
     for candidates in (False, True):
         for rows, page in ((3, 16), (4, 16), (5, 32)):  # tiles of 32 entries: over pages, and inside one
             yield index(rows, 16, 50, candidates, "small", page=page)
+        for rows, page in ((5, 16), (8, 128)):  # tiles of 64, two a program, so too
+            yield index(rows, 32, 300, candidates, "small", page=page)
         yield index(17, 32, 3000, candidates, "full")
     yield index(128, 32, 16384, False, "full", timed=True)
     yield index(128, 32, 65536, False, "full", timed=True)
@@ -33,7 +35,7 @@ def cases() -> Iterator[Case]:
 def index(
     rows: int, heads: int, entries: int, candidates: bool, size: str, timed: bool = False, page: int = 128
 ) -> Case:
-    chosen = 5 if size == "small" else 2048 if timed else 100
+    chosen = (5 if entries < 100 else 30) if size == "small" else 2048 if timed else 100
 
     def build(device: torch.device, seed: int) -> Problem:
         g = generator(device, seed)
