@@ -361,9 +361,9 @@ def _own(x):
 def _query_quad(q_ptr, row, GROUP: tl.constexpr):
     """Columns of one scale group of query rows [H], fp32 [H, 32], in the order in which `_quad_product` decodes keys: the even
     columns of every word, then the odd ones."""
-    k = tl.arange(0, 32)
-    column = GROUP * 32 + (k // 4 % 4) * 8 + (k % 4) * 2 + k // 16
-    return tl.load(q_ptr + row[:, None] * 128 + column[None, :]).to(tl.float32)
+    H: tl.constexpr = row.shape[0]
+    q = tl.load(q_ptr + row[:, None] * 128 + (GROUP * 32 + tl.arange(0, 32))[None, :]).to(tl.float32)
+    return tl.reshape(tl.permute(tl.reshape(q, [H, 4, 4, 2]), (0, 3, 1, 2)), [H, 32])
 
 
 @triton.jit
