@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections import Counter, deque
+from contextlib import nullcontext
 
 import pytest
 
@@ -14,7 +15,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.llm import Answer, Choice, _note, collect
 from headrace.engine.loader import load_model
 from headrace.engine.make_checkpoint import make_checkpoint
-from headrace.engine.pipeline import Pipeline
+from headrace.engine.pipeline import OneThread, Pipeline
 from headrace.engine.toy import ToyModel
 
 from .grammars import SCHEMAS, small_grammars
@@ -250,6 +251,10 @@ def _record(position: int, floor: int, state: bytes) -> bytes:
     return encode(position, floor, state)
 
 
+STEPPERS = {"a thread of its own": Pipeline, "one thread": lambda core: nullcontext(OneThread(core))}
+either = pytest.mark.parametrize("steppers", STEPPERS.values(), ids=STEPPERS)
+
+
 class Slow(ToyModel):
     """Gives the other thread time in the middle of a step."""
 
@@ -260,9 +265,10 @@ class Slow(ToyModel):
         return out
 
 
+@either
 @pytest.mark.parametrize("speculation", [{}, {"speculative": "dspark", "draft_budget": 9}], ids=["plain", "drafts"])
-def test_with_a_thread_of_its_own(grammars, speculation):
-    """The owner submits and cancels while steps run, and reads what they say."""
+def test_the_owner_submits_and_cancels_while_steps_run(grammars, speculation, steppers):
+    """And reads what they say."""
     todo = []
     for i in range(24):
         grammar = api.Grammar("json_schema", json.dumps(SCHEMAS["closed"])) if i % 5 == 0 else None
@@ -274,7 +280,7 @@ def test_with_a_thread_of_its_own(grammars, speculation):
     wanted = collect(engine(grammars, async_scheduling=False), todo)
     core, waiting = engine(grammars, Slow, **TIGHT, **speculation), list(todo)
     answers = {r.request: Answer(r.request, list(r.ids), [Choice() for _ in range(r.sampling.n)]) for r in todo}
-    with Pipeline(core) as pipeline:
+    with steppers(core) as pipeline:
         while waiting or core.has_work():
             if waiting:
                 core.submit(waiting.pop(0))
@@ -289,9 +295,45 @@ def test_with_a_thread_of_its_own(grammars, speculation):
             same(mine, theirs)
 
 
+@pytest.mark.parametrize("break_in", [1, 3, 6])
+def test_in_one_thread_a_step_that_breaks_takes_its_requests_along_and_the_others_go_on(grammars, break_in):
+    """Also those that came while it ran, and whatever the step before it has to tell is told."""
+    core = engine(grammars, async_scheduling=True)
+    steps, execute, calls = OneThread(core), core.runner.execute, []
+    todo = [_plain(f"r{i}", 6 + i) for i in range(3)]
+    wanted = {answer.request: answer for answer in collect(engine(grammars), todo)}
+
+    def breaks(plan, gone, following):
+        calls.append(plan)
+        result = execute(plan, gone, following)  # the next step is planned by then
+        if len(calls) == break_in:
+            core.submit(todo[2])
+            raise RuntimeError("the device is gone")
+        return result
+
+    core.runner.execute = breaks
+    for request in todo[:2]:
+        core.submit(request)
+    answers = {r.request: Answer(r.request, list(r.ids), [Choice()]) for r in todo}
+    while core.has_work():
+        for event in steps.step():
+            _note(answers[event.request], event)
+        check(core)
+    for name, told in (("r0", break_in - 1), ("r1", max(0, break_in - 2))):  # the second prompt takes two steps
+        assert "the device is gone" in answers[name].error
+        assert answers[name].choices[0].ids == wanted[name].choices[0].ids[:told]
+    same(answers["r2"], wanted["r2"])
+    assert steps.step() is None and core.pool.used == 0
+
+
+def _plain(name: str, tokens: int) -> api.EngineRequest:
+    return api.EngineRequest(name, PREFIX[: len(name) + tokens], [], api.SamplingParams(max_tokens=tokens, ignore_eos=True))
+
+
+@either
 @pytest.mark.parametrize("numerics", ["exact", "bounded"])
-def test_real_arithmetic_gives_the_same_bits(tmp_path, numerics):
-    """DeepSeek-V4.1, batch invariant: steps in a thread, planned ahead, in other batches than those of steps that wait."""
+def test_real_arithmetic_gives_the_same_bits(tmp_path, numerics, steppers):
+    """DeepSeek-V4.1, batch invariant: steps planned ahead, in other batches than those of steps that wait."""
     model = load_model(make_checkpoint("w16", 3, tmp_path / "model"), numerics=numerics, batch_invariant=True)
     chance, todo = random.Random(2), []
     for i in range(7):
@@ -310,7 +352,7 @@ def test_real_arithmetic_gives_the_same_bits(tmp_path, numerics):
     wanted = collect(EngineCore(model, api.EngineConfig(**sizes, async_scheduling=False)), todo)
     core, waiting = EngineCore(model, api.EngineConfig(**sizes)), list(todo)
     answers = {r.request: Answer(r.request, list(r.ids), [Choice() for _ in range(r.sampling.n)]) for r in todo}
-    with Pipeline(core) as pipeline:
+    with steppers(core) as pipeline:
         while waiting or core.has_work():
             if waiting:
                 core.submit(waiting.pop(0))

@@ -245,7 +245,7 @@ def test_the_whole_engines_steps_are_held_against_the_device_alone(monkeypatch):
     for temperature in (0.0, 1.0):
         row = bench.engine(model, 2, 8, 6, temperature, 1.0, 1)
         assert row["device_ms"] == 11e-6 and 0.9 < row["not_hidden"] < 1
-        assert row["step_ms"] > row["idle_ms"] > 0 and row["tokens_per_second"] == pytest.approx(2e3 / row["step_ms"], rel=0.01)
+        assert row["threads_step_ms"] > 0 and row["tokens_per_s"] == pytest.approx(2e3 / row["step_ms"])
 
 
 def test_the_bound_of_a_step_counts_what_takes_longer():

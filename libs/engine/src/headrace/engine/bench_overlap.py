@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,11 +24,12 @@ import torch
 from . import api
 from .core import EngineCore
 from .loader import load_model
-from .pipeline import Pipeline
+from .pipeline import OneThread, Pipeline
 from .speculation import Costs, Options, Speculator, StepCurve
 from .stepcurve import measure as measure_steps
 
 WAYS = {"waits": False, "ahead": True}  # name -> EngineConfig.async_scheduling
+Step = Callable[[], list[api.Event] | None]
 Curves = tuple[dict[int, float], dict[int, float]]
 
 
@@ -71,30 +73,55 @@ def _curves(model, size: int, args: argparse.Namespace) -> Curves:
 
 def one(model, size: int, ahead: bool, curves: Curves | None, args: argparse.Namespace) -> dict[str, float]:
     """Milliseconds of a step in which all decode, and of those that the model's thread was idle; tokens per second."""
-    rng, core = np.random.default_rng(args.seed), EngineCore(model, _config(model, size, ahead, args))
+    core = _filled(model, size, ahead, args)
     if curves:
         core.use(Speculator(Options(model.draft_block, gate=args.rollback_gate, exact=True), Costs(*map(StepCurve, curves))))
+    with Pipeline(core) as pipeline:
+        _begin(pipeline.step, size)
+        del pipeline.waits[:]
+        tokens, joins = core.ledger.counters["generated_tokens"], core.stats()["seconds_join"]
+        spans = _decode(core, pipeline.step)
+        step = statistics.median(spans)
+        idle = statistics.median(pipeline.waits) + (core.stats()["seconds_join"] - joins) / len(spans)
+    tokens = (core.ledger.counters["generated_tokens"] - tokens) / len(spans)
+    return {"step_ms": 1e3 * step, "idle_ms": 1e3 * idle, "idle_percent": 100 * idle / step, "tokens_per_second": tokens / step}
+
+
+def one_thread(model, size: int, args: argparse.Namespace) -> list[float]:
+    """Milliseconds of each step in which all decode, by `pipeline.OneThread`."""
+    core = _filled(model, size, True, args)
+    steps = OneThread(core)
+    _begin(steps.step, size)
+    return [1e3 * span for span in _decode(core, steps.step)]
+
+
+def _filled(model, size: int, ahead: bool, args: argparse.Namespace) -> EngineCore:
+    """An engine with `size` requests."""
+    rng, core = np.random.default_rng(args.seed), EngineCore(model, _config(model, size, ahead, args))
     params = api.SamplingParams(temperature=args.temperature, max_tokens=args.output, ignore_eos=True)
     for i in range(size):
         ids = rng.integers(3, core.info.vocab_size, args.prompt).tolist()
         core.submit(api.EngineRequest(f"r{i}", ids, [], params))
-    with Pipeline(core) as pipeline:
-        begun = 0
-        while begun < size:
-            begun += sum(isinstance(event, api.PromptDone) for event in pipeline.step())
-        pipeline.step()
-        del pipeline.waits[:]
-        tokens = core.ledger.counters["generated_tokens"]
-        ends, joins = [time.perf_counter()], core.stats()["seconds_join"]
-        while core.has_work():
-            events = pipeline.step()
-            ends.append(time.perf_counter())
-            if any(isinstance(event, api.Tokens) and event.finish for event in events):
-                break
-        step = statistics.median(after - before for before, after in pairwise(ends))
-        idle = statistics.median(pipeline.waits) + (core.stats()["seconds_join"] - joins) / (len(ends) - 1)
-    tokens = (core.ledger.counters["generated_tokens"] - tokens) / (len(ends) - 1)
-    return {"step_ms": 1e3 * step, "idle_ms": 1e3 * idle, "idle_percent": 100 * idle / step, "tokens_per_second": tokens / step}
+    return core
+
+
+def _begin(step: Step, size: int) -> None:
+    """Until all decode."""
+    begun = 0
+    while begun < size:
+        begun += sum(isinstance(event, api.PromptDone) for event in step())
+    step()
+
+
+def _decode(core: EngineCore, step: Step) -> list[float]:
+    """Seconds of each step until one ends an output."""
+    ends = [time.perf_counter()]
+    while core.has_work():
+        events = step()
+        ends.append(time.perf_counter())
+        if any(isinstance(event, api.Tokens) and event.finish for event in events):
+            break
+    return [after - before for before, after in pairwise(ends)]
 
 
 def table(report: dict) -> str:

@@ -10,7 +10,7 @@ With `--prompts` the three engines serve the same requests, `batch` at a time, a
 what differs is the time alone. A run serves each prompt once, and as many more as fill two batches; the first does not count.
 Figures are medians of `--repeat` runs, and of the ratio of each run, whose range is given too.
 
-With `--ahead` each step is planned while the one before it runs, as in services; without, behind it, so that processor time can
+With `--ahead` each step is planned while the one before it runs on its device; without, behind it, so that processor time can
 be told apart. The three engines take turns, a few steps each, so that all meet the same machine. Only steps in which the whole
 batch decodes count. CPU seconds are those of this process: on a machine with other work they change less than wall time. On a
 CPU with one thread the scheduler is given them too, as its clock, so that it does not take another process's work for the cost
@@ -25,7 +25,7 @@ import json
 import os
 import statistics
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ import torch
 from . import api
 from .core import EngineCore
 from .loader import load_model
-from .pipeline import Pipeline
+from .pipeline import OneThread
 from .runner import Runner
 from .sampler import choose
 from .sequence import Chosen
@@ -110,7 +110,7 @@ class Way:
     """One engine and what it has done in steps that count. Lists: one value a turn."""
 
     core: EngineCore
-    pipeline: Pipeline | None = None  # of steps that are planned ahead
+    step: Callable[[], list[api.Event] | None]
     tokens: int = 0
     steps: int = 0
     wall: float = 0.0
@@ -139,19 +139,17 @@ def measure(path: Any, args: argparse.Namespace) -> dict:
 
 def ways_of(model, size: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Figures of the three ways at one batch size, in turns."""
-    with ExitStack() as stack:
-        ways = {name: Way(_engine(model, size, args, config)) for name, config in WAYS.items()}
+    cores = {name: _engine(model, size, args, config) for name, config in WAYS.items()}
+    ways = {name: Way(core, OneThread(core).step if args.ahead else core.step) for name, core in cores.items()}
+    for way in ways.values():
+        _fill(way.core, size, args)
+        _turn(way, size, WARM_UP, count=False)
+    gc.collect()
+    gc.freeze()  # as services do: else each step pays for looking through what the process has loaded
+    end = time.monotonic() + args.seconds * len(ways)
+    while time.monotonic() < end and not any(way.over for way in ways.values()):
         for way in ways.values():
-            _fill(way.core, size, args)
-            if args.ahead:
-                way.pipeline = stack.enter_context(Pipeline(way.core))
-            _turn(way, size, WARM_UP, count=False)
-        gc.collect()
-        gc.freeze()  # as services do: else each step pays for looking through what the process has loaded
-        end = time.monotonic() + args.seconds * len(ways)
-        while time.monotonic() < end and not any(way.over for way in ways.values()):
-            for way in ways.values():
-                _turn(way, size, SLICE)
+            _turn(way, size, SLICE)
     if any(not way.rates for way in ways.values()):
         raise RuntimeError(f"batch {size}: no whole turn was made; raise --output ({args.output})")
     return {name: _figures(way) for name, way in ways.items()}
@@ -228,7 +226,7 @@ def _serve_in_turns(cores: dict[str, EngineCore], todo: list[api.EngineRequest])
                 if not core.has_work():
                     break
                 one.steps += 1
-                for event in _step(core):
+                for event in _events(core.step()):
                     if isinstance(event, api.Tokens):
                         one.answers[event.request] += event.ids
             one.wall, one.cpu = one.wall + time.perf_counter() - wall, one.cpu + time.process_time() - cpu
@@ -281,13 +279,13 @@ def _fill(core: EngineCore, size: int, args: argparse.Namespace) -> None:
         core.submit(api.EngineRequest(f"r{i}", ids, [], sampling))
     done = 0
     while done < size:
-        done += sum(isinstance(event, api.PromptDone) for event in _step(core))
+        done += sum(isinstance(event, api.PromptDone) for event in _events(core.step()))
 
 
 def _turn(way: Way, size: int, steps: int, count: bool = True) -> None:
     tokens, wall, cpu = 0, time.perf_counter(), time.process_time()
-    for left in reversed(range(steps)):
-        events = [event for event in _step(way.core, way.pipeline, left > 0) if isinstance(event, api.Tokens)]
+    for _ in range(steps):
+        events = [event for event in _events(way.step()) if isinstance(event, api.Tokens)]
         if len(events) < size or any(event.finish for event in events):
             way.over = True
             return
@@ -299,16 +297,12 @@ def _turn(way: Way, size: int, steps: int, count: bool = True) -> None:
         way.rates.append(tokens / cpu)
 
 
-def _step(core: EngineCore, pipeline: Pipeline | None = None, more: bool = False) -> list[api.Event]:
-    """`more`: the next step may be planned ahead."""
-    if pipeline is None:
-        events = core.step() or []
-    else:
-        events = pipeline.step(more or not pipeline.running) or []
-    for event in events:
+def _events(events: list[api.Event] | None) -> list[api.Event]:
+    """Of a step. RuntimeError instead of a figure when something failed."""
+    for event in events or ():
         if isinstance(event, api.Failed):
             raise RuntimeError(f"{event.request}: {event.message}")
-    return events
+    return events or []
 
 
 def _figures(way: Way) -> dict[str, float]:

@@ -25,7 +25,7 @@ from .grammar import Grammars
 from .images import check_embeddings, check_image_ids
 from .ledger import Ledger
 from .postprocess import Postprocessor
-from .runner import Runner
+from .runner import Following, Runner
 from .scheduler import Scheduler
 from .sequence import Plan, Result
 from .sequence import Sequence as OneOutput
@@ -191,20 +191,26 @@ class EngineCore:
         self._meter.add("schedule", time.perf_counter() - began)
         return plan
 
-    def execute(self, plan: Plan) -> Result:
+    def execute(self, plan: Plan, meanwhile: Following | None = None) -> Result:
         began, clock = time.perf_counter(), self.runner.clock()
         gone = join(plan, self._eos, self.scheduler.windows, self.speculator)
         joined = time.perf_counter()
         plan.host += self.runner.clock() - clock
-        result = plan.result = self.runner.execute(plan, gone, partial(self._behind, plan) if self.depth > 1 else None)
+        result = plan.result = self.runner.execute(plan, gone, meanwhile or partial(self._behind, plan))
         result.seconds["join"] = joined - began
         result.seconds["execute"] = time.perf_counter() - began
         return result
 
-    def _behind(self, plan: Plan) -> Plan | None:
-        """The plan that was made while this one runs, if it is made. The model's thread asks: what is in the queue is whole."""
-        plans = self._plans
-        return plans[1] if len(plans) > 1 and plans[0] is plan else None
+    def _behind(self, plan: Plan, over: Callable[[], bool]) -> Plan | None:
+        """The plan that another thread makes while this one runs, unless it runs no more. What is in the queue is whole."""
+        while self.depth > 1:
+            plans = self._plans
+            if len(plans) > 1 and plans[0] is plan:
+                return plans[1]
+            if over():
+                return None
+            time.sleep(1e-4)
+        return None
 
     def apply(self, plan: Plan, result: Result) -> list[api.Event]:
         self._leave(plan)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from . import api
 from .core import EngineCore
+from .pipeline import OneThread
 
 __all__ = ["LLM", "Answer", "Choice", "collect"]
 
@@ -126,6 +127,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_file(str(file)) if file.exists() else None
         grammars = Grammars(file, model.vocab_size, model.eos_token_ids) if self.tokenizer else None
         self.engine = EngineCore(model, api.EngineConfig(**{"model_name": path.name, **config}), grammars=grammars)
+        self._step = self.engine.step if device == "cpu" else OneThread(self.engine).step
         self._requests = 0
 
     def generate(
@@ -151,7 +153,7 @@ class LLM:
             self._requests += 1
             ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
             requests.append(api.EngineRequest(f"offline-{self._requests}", ids, [], sampling, namespace))
-        answers = collect(self.engine, requests, progress)
+        answers = collect(self.engine, requests, progress, self._step)
         if self.tokenizer:
             for choice in (choice for answer in answers for choice in answer.choices):
                 choice.text = self.tokenizer.decode(choice.ids)

@@ -1,15 +1,18 @@
-"""Runs an engine's steps in a thread of their own, the next one planned while one runs. For benchmarks and tests: services have
-`headrace.worker.host`, which does the same on an event loop.
+"""Runs an engine's steps, the next one planned while one runs: `Pipeline` in a thread of their own, for benchmarks and tests
+(services have `headrace.worker.host`, which does the same on an event loop); `OneThread` in the caller's thread, for a device
+that works by itself.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from . import api
+from .core import EngineCore
 
 
 class Pipeline:
@@ -27,19 +30,12 @@ class Pipeline:
 
     def __exit__(self, *_) -> None:
         while self._running:
-            self.step(more=False)
+            self.step()
         self._thread.shutdown()
 
-    @property
-    def running(self) -> int:
-        """Steps under way."""
-        return len(self._running)
-
-    def step(self, more: bool = True) -> list[api.Event] | None:
-        """The events of the oldest step under way, once it is over. None when there is none and none can be planned, or is to
-        be: without `more` none is begun."""
-        if more:
-            self._fill()
+    def step(self) -> list[api.Event] | None:
+        """The events of the oldest step under way, once it is over. None when there is none and none can be planned."""
+        self._fill()
         if not self._running:
             return None
         plan, future = self._running[0]
@@ -63,3 +59,47 @@ class Pipeline:
             return self.engine.execute(plan)
         finally:
             self._ended = time.perf_counter()
+
+
+class OneThread:
+    """When a step has been told to the device, the one before it is applied and the next one planned: while the device works,
+    and without another thread to wait for. Where nothing works by itself the order is the same, and nothing is saved."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self.engine = engine
+        self._next: Any | None = None  # planned, not executed
+        self._done: tuple[Any, Any] | None = None  # executed, not applied
+
+    def step(self) -> list[api.Event] | None:
+        """Execute a step. The events of the one before it; None when nothing can run and nothing is left to tell."""
+        if self._next is None:
+            self._next = self.engine.plan()
+        while self._next is not None:
+            events = self._execute()
+            if events is not None:
+                return events
+        return self._apply()
+
+    def _execute(self) -> list[api.Event] | None:
+        plan, self._next, events = self._next, None, None
+
+        def meanwhile(_: Callable[[], bool]) -> Any | None:
+            nonlocal events
+            events = self._apply()
+            self._next = self.engine.plan() if self.engine.depth > 1 else None
+            return self._next
+
+        try:
+            result = self.engine.execute(plan, meanwhile)
+        except BaseException as error:
+            told = [*(events or ()), *(self._apply() or ()), *self.engine.fail(plan, error)]
+            if not isinstance(error, Exception):  # interrupted by the user
+                raise
+            return told
+        events = self._apply() if events is None else events  # nobody called
+        self._done = plan, result
+        return events
+
+    def _apply(self) -> list[api.Event] | None:
+        done, self._done = self._done, None
+        return None if done is None else self.engine.apply(*done)

@@ -23,7 +23,9 @@ from .sampler import Draw, choose, choose_there, score
 from .sequence import Chosen, Image, Plan, Proposal, Result, Row, Sample, Sequence
 from .verify import Window, accept, drafting, window_draws
 
-Following = Callable[[], Plan | None]
+# Asked once a step when the device has been told: the next plan, if it is made while this one runs. Its argument says whether
+# the device is done.
+Following = Callable[[Callable[[], bool]], Plan | None]
 SCORED_ROWS = 64  # logits of a prompt that are in memory at a time
 
 
@@ -41,8 +43,7 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, plan: Plan, gone: set[Sequence] = frozenset(), following: Following | None = None) -> Result:
-        """`gone`: whose part of the plan is not run. `following`: says the next plan once it is made, if it is while this one
-        runs."""
+        """`gone`: whose part of the plan is not run. `following`: see there."""
         result, clock = Result(gone=gone), _Laps(self.clock)
         for sequence in plan.preempt:
             if sequence not in gone:
@@ -86,18 +87,18 @@ class Runner:
         if self.kv.data.device.type == "cuda":
             torch.cuda.current_stream(self.kv.data.device).synchronize()
 
-    def _prepare(self, following: Following) -> None:
+    def _meanwhile(self, plan: Plan, following: Following) -> None:
         """While the device works: what the next step's rows need besides their tokens. Not where drafts say where rows begin,
         or states are restored first."""
-        plan = following()
-        if self.kv.data.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record(torch.cuda.current_stream(self.kv.data.device))
-            while plan is None and not done.query():
-                time.sleep(1e-4)
-                plan = following()
-        if plan is not None and plan.rows and not (plan.budget or plan.draft_rows or plan.restore or plan.preempt):
-            self.model.prepare([row.segment for row in plan.rows], self.kv, self.states)
+        device = self.kv.data.device
+        over = torch.cuda.Event() if device.type == "cuda" else None
+        if over is not None:
+            over.record(torch.cuda.current_stream(device))
+        coming = following(over.query if over is not None else lambda: True)
+        if coming is None or not coming.rows or not hasattr(self.model, "prepare"):
+            return
+        if not (plan.draft_rows or coming.budget or coming.draft_rows or coming.restore or coming.preempt):
+            self.model.prepare([row.segment for row in coming.rows], self.kv, self.states)
 
     # ------------------------------------------------------------ states and blocks
 
@@ -152,8 +153,8 @@ class Runner:
             return
         samples = [plan.samples[i] for i in wanted]
         logits = self.model.logits(self._gather(samples, hidden, place))
-        if following is not None and not plan.draft_rows and hasattr(self.model, "prepare"):
-            self._prepare(following)
+        if following is not None:
+            self._meanwhile(plan, following)
         self.wait()
         clock.lap(result, "logits")
         windows = [self._window(s, rules.get(s.sequence, ())) for s in samples]
