@@ -43,7 +43,7 @@ FORMS = [  # beside those of the interpreter's tables, which test_kernels.py has
     ("sample", "sample", PARTS | {"PART": 512, "GROUPS": 4, "DENSE": 512, "BITS": 4}),  # one part a row, all tokens fit
     ("verify_drafts", "verify_drafts", {"PART": 256, "num_warps": 4}),  # one part
     ("topk", "topk", {"FORM": 0}),
-    ("topk", "topk", {"FORM": 1, "BITS": 2, "num_warps": 4}),
+    ("topk", "topk", {"FORM": 1, "BITS": 2, "WAVES": 1, "REGISTERS": None, "num_warps": 4}),
 ]
 
 

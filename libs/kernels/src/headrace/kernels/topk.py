@@ -55,10 +55,11 @@ def topk(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> t
 def _topk_by_bound(scores: torch.Tensor, k: int, lengths: torch.Tensor | None, out: torch.Tensor, config: dict[str, int]):
     rows, n = scores.shape
     groups = max(256, next_power_of_2(2 * k))
-    parts = max(1, min(cdiv(n, max(4 * groups, 8192)), processor_count() // rows))
+    parts = max(1, min(cdiv(n, max(4 * groups, 8192)), config["WAVES"] * processor_count() // rows))
     part = cdiv(cdiv(n, parts), groups) * groups  # parts begin at a multiple of the groups
     shared = {"GROUPS": groups, "ROOM": groups, "TILE": max(1, 4096 // groups), "BLOCK": 4096}
     shared |= {"BITS": config["BITS"] if groups <= 1024 else 2, "num_warps": config["num_warps"]}
+    shared |= {"maxnreg": config["REGISTERS"] if groups <= 1024 else None}
     room = torch.empty(rows, parts, groups, dtype=torch.int32, device=scores.device)
     chosen = out if parts == 1 else torch.empty(rows, parts, k, dtype=torch.int32, device=scores.device)
     first = lengths if lengths is not None else out

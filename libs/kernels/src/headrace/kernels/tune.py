@@ -42,7 +42,11 @@ SIMPLE = {  # operation: (function in `tuning`, candidates)
         + grid(FORM=(1,), BLOCK_N=(256,), TILES=(4,), STAGES=(1,), num_warps=(8,))
         + grid(FORM=(2,), BLOCK_N=(128, 64), TILES=(4, 16), REGISTERS=(None, 96)),
     ),
-    "topk": ("topk", [{"FORM": 0}, *grid(FORM=(1,), BITS=(4, 2), num_warps=(8,))]),
+    "topk": (
+        "topk",
+        [{"FORM": 0}, *grid(FORM=(1,), BITS=(4, 2), WAVES=(1, 2, 4), REGISTERS=(None,), num_warps=(8,))]
+        + grid(FORM=(1,), BITS=(4,), WAVES=(1, 2, 4), REGISTERS=(128,), num_warps=(8,)),
+    ),
     "sample": (
         "sample",
         [tuning.sample_parts(4096), tuning.sample_parts(4096, num_warps=8), tuning.sample_parts(8192, num_warps=16)]

@@ -25,7 +25,8 @@ def cases() -> Iterator[Case]:
     full = [(33, 5000, 512), (5, 40000, 512), (3, 600000, 64), (140, 9000, 2048)]
     for rows, n, k, size in [(*c, "small") for c in small] + [(*c, "full") for c in full]:
         yield select(rows, n, k, size)
-    for rows, n, k in [(128, 16384, 512), (128, 65536, 512), (4096, 16384, 512), (128, 8192, 2048)]:
+    timed = [(128, 16384, 512), (128, 65536, 512), (64, 131072, 512), (256, 131072, 512), (4096, 16384, 512), (128, 8192, 2048)]
+    for rows, n, k in timed:
         yield select(rows, n, k, "full", timed=True)
     yield best_of_blocks(3, 43, "small")
     yield best_of_blocks(100, 10001, "full")
