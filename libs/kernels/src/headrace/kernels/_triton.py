@@ -1,7 +1,7 @@
 """The one place that imports Triton. Without it every reference still works and a kernel launch says what to install.
 
-Kernels are plain Triton, so any Triton back end can compile them. (One decoder has a line of NVIDIA's assembly beside the plain
-form, chosen by a table: `gemm_upcast`.) Set
+Kernels are plain Triton, so any Triton back end can compile them. (Two decoders have lines of NVIDIA's assembly beside the
+plain form, chosen by a table: `gemm_upcast`, `attention_core`.) Set
 TRITON_INTERPRET=1 before the first import of this package to run the kernels on a CPU (slow; for correctness only).
 """
 
