@@ -67,6 +67,7 @@ for one in "$@"; do
         step decode-tuned 110 $kernels.tune_decode --seconds 100 --json "$out/tune_decode.json"
         step gemm-tuned 110 $kernels.tune_gemm --seconds 100 --json "$out/tune_gemm.json"
         step attention-tuned 110 $kernels.tune_attention --seconds 100
+        step indexer-tuned 70 $kernels.tune_indexer --seconds 58
         step rows-tuned 110 $kernels.tune --only "sample:|verify_drafts|topk|route" --processes 16 --seconds 90 --json
         ;;
     *) echo "gpu.sh: no step $one; check, path, kernels, decode, apart, drafts, engine, host or tune" >&2; exit 2 ;;

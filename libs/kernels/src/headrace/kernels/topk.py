@@ -57,7 +57,8 @@ def _topk_by_bound(scores: torch.Tensor, k: int, lengths: torch.Tensor | None, o
     groups = max(256, next_power_of_2(2 * k))
     parts = max(1, min(cdiv(n, max(4 * groups, 8192)), config["WAVES"] * processor_count() // rows))
     part = cdiv(cdiv(n, parts), groups) * groups  # parts begin at a multiple of the groups
-    shared = {"GROUPS": groups, "ROOM": groups, "TILE": max(1, 4096 // groups), "BLOCK": 4096}
+    fours = scores.stride(0) % 4 == 0 and scores.stride(0) >= n
+    shared = {"GROUPS": groups, "ROOM": groups, "TILE": max(1, 4096 // groups), "BLOCK": 4096, "FOURS": fours}
     shared |= {"BITS": config["BITS"] if groups <= 1024 else 2, "num_warps": config["num_warps"]}
     shared |= {"maxnreg": config["REGISTERS"] if groups <= 1024 else None}
     room = torch.empty(rows, parts, groups, dtype=torch.int32, device=scores.device)
@@ -79,7 +80,7 @@ def _topk_by_bound(scores: torch.Tensor, k: int, lengths: torch.Tensor | None, o
 def _bound_kernel(
     score_ptr, length_ptr, candidate_ptr, out_ptr, room_ptr, n, part, stride, k,
     HAS_LENGTHS: tl.constexpr, CANDIDATES: tl.constexpr, GROUPS: tl.constexpr, ROOM: tl.constexpr, BITS: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, FOURS: tl.constexpr,
 ):  # fmt: skip
     """The best k of one part of a row (or of the positions in its candidate list), in ascending order.
 
@@ -102,7 +103,7 @@ def _bound_kernel(
     best = tl.full([GROUPS], float("-inf"), tl.float32)
     inside = tl.arange(0, TILE)[:, None] * GROUPS + group[None, :]
     for tile in tl.range(begin, end, TILE * GROUPS, num_stages=2):
-        score, _ = _scores(score_ptr, candidate_ptr, tile + inside, end, CANDIDATES)
+        score, _ = _scores(score_ptr, candidate_ptr, tile + inside, end, CANDIDATES, FOURS)
         best = tl.maximum(best, tl.max(score, 0))
     low = kth_of(tl.where(best > float("-inf"), sort_key(best), 0), k, 16, BITS)
     low = score_of(tl.maximum(low, 0x00800000))  # no score: -inf lies below
@@ -110,7 +111,7 @@ def _bound_kernel(
     # Four neighbours are one thread's, so that threads are counted through, not scores.
     spread = tl.arange(0, BLOCK // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     for tile in tl.range(begin, end, BLOCK, num_stages=2):
-        score, at = _scores(score_ptr, candidate_ptr, tile + spread, end, CANDIDATES)
+        score, at = _scores(score_ptr, candidate_ptr, tile + spread, end, CANDIDATES, FOURS)
         kept = (score >= low).to(tl.int32)
         four = tl.sum(kept, 1)
         until = count + tl.cumsum(four, 0)
@@ -151,13 +152,18 @@ def _nothing_behind(out_ptr, taken, k):
 
 
 @triton.jit
-def _scores(score_ptr, candidate_ptr, at, end, CANDIDATES: tl.constexpr):
-    """Scores at places below end (else -inf) and their positions."""
+def _scores(score_ptr, candidate_ptr, at, end, CANDIDATES: tl.constexpr, FOURS: tl.constexpr):
+    """Scores at places below end (else -inf) and their positions. FOURS: rows begin at multiples of four, so that the four
+    places of which the last lies below end can be read whole, as all others are: in one load."""
     live = at < end
     if CANDIDATES:
         at = tl.load(candidate_ptr + at, mask=live, other=-1)
         live = at >= 0
-    return tl.load(score_ptr + at, mask=live, other=float("-inf")), at
+    if FOURS and not CANDIDATES:
+        score = tl.load(score_ptr + at, mask=at // 4 < (end + 3) // 4, other=float("-inf"))
+        return tl.where(live, score, float("-inf")), at
+    else:
+        return tl.load(score_ptr + at, mask=live, other=float("-inf")), at
 
 
 @triton.jit
@@ -182,7 +188,7 @@ def _walk(score_ptr, candidate_ptr, out_ptr, begin, end, k, CANDIDATES: tl.const
     taken = tl.zeros([], tl.int32)
     equal_taken = tl.zeros([], tl.int32)
     for tile in range(begin, end, BLOCK):
-        score, at = _scores(score_ptr, candidate_ptr, tile + tl.arange(0, BLOCK), end, CANDIDATES)
+        score, at = _scores(score_ptr, candidate_ptr, tile + tl.arange(0, BLOCK), end, CANDIDATES, False)
         key = sort_key(score)
         finite = score > float("-inf")
         equal = ((key == limit) & finite).to(tl.int32)
@@ -206,7 +212,7 @@ def _kth_by_histogram(score_ptr, candidate_ptr, begin, end, k, CANDIDATES: tl.co
     for _ in range(4):
         counts = tl.zeros([256], tl.int32)
         for tile in range(begin, end, BLOCK):
-            score, at = _scores(score_ptr, candidate_ptr, tile + tl.arange(0, BLOCK), end, CANDIDATES)
+            score, at = _scores(score_ptr, candidate_ptr, tile + tl.arange(0, BLOCK), end, CANDIDATES, False)
             key = sort_key(score)
             match = (score > float("-inf")) & ((key & above) == prefix)
             counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=match)
