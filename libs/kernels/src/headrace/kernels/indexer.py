@@ -205,7 +205,7 @@ def _quad_kernel(
     load gives it the rows 8 w to 8 w + 7 of 32. So a tile is loaded in the order of `_loaded`, and `_own` puts it back by names
     of registers alone. Triton's own pipelining would wait for each tile's table entry and then for its keys.
     """
-    ONE_PAGE: tl.constexpr = not CANDIDATES and PAGE % BLOCK_N == 0
+    STRAIGHT: tl.constexpr = not CANDIDATES and PAGE % 64 == 0  # 64 rows lie in one page
     row = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * span
     last = tl.minimum(width, first + span)
@@ -226,12 +226,12 @@ def _quad_kernel(
     up = ((261 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]  # the largest of a head lands in 128..255
     q0, q1, q2, q3 = to_e4m3(q0 * up), to_e4m3(q1 * up), to_e4m3(q2 * up), to_e4m3(q3 * up)
     weight = tl.load(weight_ptr + head) * ((exponent - 2) << 23).to(tl.float32, bitcast=True)  # half of it: see below
-    block = _blocks(candidate_ptr, first, last, final, CANDIDATES, ONE_PAGE, BLOCK_N)
-    page = _pages(table_ptr, block, visible, PAGE, CANDIDATES)
-    words, scale = _load_keys(pool, page, block, page_stride, offset, PAGE, ONE_PAGE, ALIGNED, BLOCK_N)
-    block = _blocks(candidate_ptr, first + BLOCK_N, last, final, CANDIDATES, ONE_PAGE, BLOCK_N)
-    page = _pages(table_ptr, block, visible, PAGE, CANDIDATES)
-    after = _blocks(candidate_ptr, first + 2 * BLOCK_N, last, final, CANDIDATES, ONE_PAGE, BLOCK_N)
+    block = _blocks(candidate_ptr, first, last, final, CANDIDATES, STRAIGHT, BLOCK_N)
+    page, upper_page = _pages(table_ptr, block, visible, PAGE, CANDIDATES, STRAIGHT, BLOCK_N)
+    words, scale = _load_keys(pool, page, upper_page, block, page_stride, offset, PAGE, STRAIGHT, ALIGNED, BLOCK_N)
+    block = _blocks(candidate_ptr, first + BLOCK_N, last, final, CANDIDATES, STRAIGHT, BLOCK_N)
+    page, upper_page = _pages(table_ptr, block, visible, PAGE, CANDIDATES, STRAIGHT, BLOCK_N)
+    after = _blocks(candidate_ptr, first + 2 * BLOCK_N, last, final, CANDIDATES, STRAIGHT, BLOCK_N)
     for begin in tl.range(first, stop, BLOCK_N, num_stages=1):
         if BLOCK_N == 128:  # one half after the other: their sums are not in registers at once
             lower, upper = _halves(words)
@@ -241,15 +241,15 @@ def _quad_kernel(
         else:
             lower_scale = scale
             a0, a1, a2, a3 = _groups(words)
-        words, scale = _load_keys(pool, page, block, page_stride, offset, PAGE, ONE_PAGE, ALIGNED, BLOCK_N)
+        words, scale = _load_keys(pool, page, upper_page, block, page_stride, offset, PAGE, STRAIGHT, ALIGNED, BLOCK_N)
         tl.debug_barrier()  # or the assembler moves these loads behind the products, right before their use
         score = _quad_scores(a0, a1, a2, a3, lower_scale, q0, q1, q2, q3, weight)
         if BLOCK_N == 128:
             more = _quad_scores(b0, b1, b2, b3, upper_scale, q0, q1, q2, q3, weight)
             score = tl.reshape(tl.permute(tl.join(score, more), (1, 0)), [128])
         block = after
-        page = _pages(table_ptr, block, visible, PAGE, CANDIDATES)
-        after = _blocks(candidate_ptr, begin + 3 * BLOCK_N, last, final, CANDIDATES, ONE_PAGE, BLOCK_N)
+        page, upper_page = _pages(table_ptr, block, visible, PAGE, CANDIDATES, STRAIGHT, BLOCK_N)
+        after = _blocks(candidate_ptr, begin + 3 * BLOCK_N, last, final, CANDIDATES, STRAIGHT, BLOCK_N)
         column = tl.arange(0, BLOCK_N)
         inside = column < stop - begin
         if CANDIDATES:
@@ -289,10 +289,10 @@ def _quad_scores(w0, w1, w2, w3, scale, q0, q1, q2, q3, weight):
 
 
 @triton.jit
-def _blocks(candidate_ptr, begin, last, final, CANDIDATES: tl.constexpr, ONE_PAGE: tl.constexpr, N: tl.constexpr):
-    """Blocks of 8 positions of the tile at column `begin`: [N / 8], the first alone with ONE_PAGE; -1: none. Behind the last
+def _blocks(candidate_ptr, begin, last, final, CANDIDATES: tl.constexpr, STRAIGHT: tl.constexpr, N: tl.constexpr):
+    """Blocks of 8 positions of the tile at column `begin`: [N / 8], the first alone with STRAIGHT; -1: none. Behind the last
     position `final` that of the last tile, which is read once more for nothing."""
-    if ONE_PAGE:
+    if STRAIGHT:
         return (tl.minimum(begin, final & -N) >> 3) + tl.zeros([], tl.int32)
     elif CANDIDATES:
         block = (begin >> 3) + tl.arange(0, N // 8)
@@ -302,8 +302,20 @@ def _blocks(candidate_ptr, begin, last, final, CANDIDATES: tl.constexpr, ONE_PAG
 
 
 @triton.jit
-def _pages(table_ptr, block, visible, PAGE: tl.constexpr, CANDIDATES: tl.constexpr):
-    """Pool pages of blocks; page 0 for what nobody sees, where the table may end."""
+def _pages(
+    table_ptr, block, visible, PAGE: tl.constexpr, CANDIDATES: tl.constexpr, STRAIGHT: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """Pool pages of blocks, and that of rows 64 and up of a tile with STRAIGHT; page 0 for what nobody sees, where the table
+    may end."""
+    page = _page(table_ptr, block, visible, PAGE, CANDIDATES)
+    if STRAIGHT and PAGE % N > 0:
+        return page, _page(table_ptr, block + 8, visible, PAGE, CANDIDATES)
+    else:
+        return page, page
+
+
+@triton.jit
+def _page(table_ptr, block, visible, PAGE: tl.constexpr, CANDIDATES: tl.constexpr):
     seen = block * 8 < visible
     if CANDIDATES:
         seen = seen & (block >= 0)
@@ -314,19 +326,29 @@ def _pages(table_ptr, block, visible, PAGE: tl.constexpr, CANDIDATES: tl.constex
 
 @triton.jit
 def _load_keys(
-    pool, page, block, page_stride, offset, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr, ALIGNED: tl.constexpr, N: tl.constexpr
+    pool, page, upper_page, block, page_stride, offset, PAGE: tl.constexpr, STRAIGHT: tl.constexpr, ALIGNED: tl.constexpr,
+    N: tl.constexpr,
 ):  # fmt: skip
     """A tile's raw keys in the order of `_loaded`: words int32 [N, 16], the scale word int32 [N, 4], four times the same."""
     at = page.to(tl.int64) * page_stride + offset
     _, slot = split_index(tl.maximum(block, 0) * 8, PAGE)
-    if ONE_PAGE:
+    if STRAIGHT:  # a base for all rows: what they add is then small and partly constant
         row = tl.arange(0, 32) // 8 * 16 + tl.arange(0, 32) % 8
-        key = pool + tl.multiple_of(at + slot * 16, ALIGNED) + ((row * 16)[:, None] + tl.arange(0, 16)[None, :])
-        words = _rows(tl.load(key), tl.load(key + 128))
-        if N == 128:
-            words = _rows(words, _rows(tl.load(key + 1024), tl.load(key + 1152)))
+        inside = (row * 16)[:, None] + tl.arange(0, 16)[None, :]
+        key = pool + tl.multiple_of(at + slot * 16, ALIGNED) + inside
+        scale = at + PAGE * 16 + slot
         entry = _loaded(tl.arange(0, N // 8) * 8) + (tl.arange(0, N) & 7)
-        return words, tl.trans(tl.load(pool + (at + PAGE * 16 + slot) + (entry[None, :] + tl.zeros([4, 1], tl.int32))))
+        words = _rows(tl.load(key), tl.load(key + 128))
+        if N == 128 and PAGE % N == 0:
+            words = _rows(words, _rows(tl.load(key + 1024), tl.load(key + 1152)))
+        elif N == 128:
+            upper = upper_page.to(tl.int64) * page_stride + offset
+            _, upper_slot = split_index((block + 8) * 8, PAGE)
+            key = pool + tl.multiple_of(upper + upper_slot * 16, ALIGNED) + inside
+            words = _rows(words, _rows(tl.load(key), tl.load(key + 128)))
+            scale = tl.where(tl.arange(0, N) < 64, scale, upper + PAGE * 16 + upper_slot - 64)
+            return words, tl.trans(tl.load(pool + (scale + entry)[None, :] + tl.zeros([4, 1], tl.int32)))
+        return words, tl.trans(tl.load(pool + scale + (entry[None, :] + tl.zeros([4, 1], tl.int32))))
     else:
         at, slot = _loaded(at), _loaded(slot) + (tl.arange(0, N) & 7)
         key = (pool + tl.multiple_of(at + slot * 16, ALIGNED))[:, None] + tl.arange(0, 16)[None, :]

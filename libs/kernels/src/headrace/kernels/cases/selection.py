@@ -15,7 +15,7 @@ def cases() -> Iterator[Case]:
     for candidates in (False, True):
         for rows, page in ((3, 16), (4, 16), (5, 32)):  # tiles of 32 entries: over pages, and inside one
             yield index(rows, 16, 50, candidates, "small", page=page)
-        for rows, page in ((5, 16), (8, 128)):  # tiles of 64, two a program, so too
+        for rows, page in ((5, 16), (8, 128), (14, 64)):  # tiles of 64 and 128, two a program, so too
             yield index(rows, 32, 300, candidates, "small", page=page)
         yield index(17, 32, 3000, candidates, "full")
     yield index(128, 32, 16384, False, "full", timed=True)
