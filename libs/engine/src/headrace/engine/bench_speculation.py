@@ -86,10 +86,10 @@ class LotRunner(Runner):
         self._chances.append(self.model.chances.get(s.sequence.slot, []))
         return super()._window(s, rules)
 
-    def accept(self, logits: torch.Tensor, windows: list[Window]) -> list[list[Chosen]]:
+    def accept(self, logits: torch.Tensor, windows: list[Window], told: torch.Tensor | None = None) -> list[list[Chosen]]:
         if not any(window.drafts for window in windows):  # nothing to decide: it must not cost what no engine pays
             self._chances = []
-            return super().accept(logits, windows)
+            return super().accept(logits, windows, told)
         drawn = choose(logits, [draw for window in windows for draw in window.draws], self.model.eos_token_ids)
         out, start = [], 0
         for window, chances in zip(windows, self._chances, strict=True):

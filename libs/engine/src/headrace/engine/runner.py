@@ -153,20 +153,27 @@ class Runner:
             return
         samples = [plan.samples[i] for i in wanted]
         logits = self.model.logits(self._gather(samples, hidden, place))
+        windows = [self._window(s, rules.get(s.sequence, ())) for s in samples]
+        told = self._tell(logits, windows)
         if following is not None:
             self._meanwhile(plan, following)
         self.wait()
         clock.lap(result, "logits")
-        windows = [self._window(s, rules.get(s.sequence, ())) for s in samples]
-        for i, chosen in zip(wanted, self.accept(logits, windows), strict=True):
+        for i, chosen in zip(wanted, self.accept(logits, windows, told), strict=True):
             sequence = plan.samples[i].sequence
             if sequence.matcher is None or self._follow(sequence, chosen, result):
                 result.tokens[i] = chosen
         clock.lap(result, "sample")
 
-    def accept(self, logits: torch.Tensor, windows: list[Window]) -> list[list[Chosen]]:
+    def _tell(self, logits: torch.Tensor, windows: list[Window]) -> torch.Tensor | None:
+        """A device is told to draw while it still works on what is drawn from, where nothing but the logits has a say."""
+        if logits.device.type == "cpu" or not all(not w.drafts and w.draws[0].free for w in windows):
+            return None
+        return choose_there(logits, [window.draws[0] for window in windows])
+
+    def accept(self, logits: torch.Tensor, windows: list[Window], told: torch.Tensor | None = None) -> list[list[Chosen]]:
         """See `verify.accept`. (A benchmark may put a coin in its place.)"""
-        return accept(self.acceptance, logits, windows, self.model.eos_token_ids)
+        return accept(self.acceptance, logits, windows, self.model.eos_token_ids, told)
 
     def _window(self, s: Sample, rules: Several[Rule]) -> Window:
         """`rules`: of the grammar, for the first rows; a draft that it refuses is the last of them that can be looked at."""

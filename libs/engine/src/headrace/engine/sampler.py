@@ -66,9 +66,11 @@ class Draw:
         return Draw(self.params, self.choice, position, self.ids, self.prompt_len, more, self.purpose)
 
 
-def sample(logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> list[Chosen]:
-    """logits [R, V] fp32, one row per draw. They are left unchanged."""
-    chosen = [Chosen(token) for token in choose(logits, draws, eos_token_ids)]
+def sample(
+    logits: torch.Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int], drawn: Sequence[int] | None = None
+) -> list[Chosen]:
+    """logits [R, V] fp32, one row per draw. They are left unchanged. `drawn`: the tokens, if they were chosen before."""
+    chosen = [Chosen(token) for token in drawn or choose(logits, draws, eos_token_ids)]
     report(logits, draws, chosen)
     return chosen
 

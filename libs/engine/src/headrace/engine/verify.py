@@ -44,10 +44,18 @@ def drafting(mode: str, draw: Draw) -> rng.Purpose:
     return rng.Purpose.SAMPLE if mode == "exact" or draw.greedy else rng.Purpose.DRAFT
 
 
-def accept(mode: str, logits: torch.Tensor, windows: Sequence[Window], eos_token_ids: Sequence[int]) -> list[list[Chosen]]:
-    """logits fp32 [rows of all windows, V] -> per window its accepted drafts and one token more."""
+def accept(
+    mode: str,
+    logits: torch.Tensor,
+    windows: Sequence[Window],
+    eos_token_ids: Sequence[int],
+    drawn: torch.Tensor | None = None,
+) -> list[list[Chosen]]:
+    """logits fp32 [rows of all windows, V] -> per window its accepted drafts and one token more. `drawn` int64 [windows]: the
+    tokens, where there are no drafts and they were drawn already."""
     if not any(window.drafts for window in windows):
-        return [[one] for one in sample(logits, [window.draws[0] for window in windows], eos_token_ids)]
+        draws = [window.draws[0] for window in windows]
+        return [[one] for one in sample(logits, draws, eos_token_ids, None if drawn is None else drawn.tolist())]
     starts = [0]
     for window in windows:
         starts.append(starts[-1] + len(window.draws))

@@ -10,11 +10,13 @@ def sparse_attention(small: bool, heads: int) -> dict[str, int]:
     """`heads` of a program: 16, 32 or 64. SPREAD: see `attention_core.attend`. PAIRS, if both sources are `small` (FP8 window,
     FP4): see `decode_pairs`.
 
-    One row: it was the fastest for every layout, and fits with any two of them. From 5 STAGES on the next tile's entries arrive
-    while one is worked on; with fewer, a tile waits for its own. With 32 heads and small sources 5 do not fit.
+    The last row was the fastest for every other layout, and fits with any two of them. From 5 STAGES on the next tile's entries
+    arrive while one is worked on; with fewer, a tile waits for its own. With 32 heads and small sources 5 do not fit.
     """
     if INTERPRETED:
         return {"BLOCK_N": 16, "STAGES": 1, "SPREAD": 1, "PAIRS": int(small), "num_warps": 4}
+    if small and has_bf16_pairs():  # raced with 64 heads
+        return {"BLOCK_N": 64, "STAGES": 3 if heads == 32 else 5, "SPREAD": 1, "PAIRS": 1, "num_warps": 8}
     return {"BLOCK_N": 64, "STAGES": 3, "SPREAD": 1, "PAIRS": 0, "num_warps": 8}
 
 

@@ -1,16 +1,17 @@
 """The GPU path against the CPU's on a random checkpoint: `python -m headrace.engine.models.v41.gpu.check [--device cuda]`.
 
-Rows in one chunk, in pieces, as decode steps and beside another sequence, in class `exact` or `bounded`; and, bit for bit, the
-same rows and states in any chunks and any company with `batch_invariant`. The two paths round
-in different places (bf16 activations, FP4 keys), and a rounding that flips can move a row far; so the measure is the median
-row, beside that of the CPU path in bf16, which has the same freedom. Weights are as the loader makes them: the report counts
-products by format (`weights`), and FP8 or FP4 that is not packed makes it fail. With TRITON_INTERPRET=1 it runs on a CPU,
-slowly.
+Rows in one chunk, in pieces, as decode steps and beside another sequence, in class `exact` or `bounded`; bit for bit, the same
+rows and states in any chunks and any company with `batch_invariant`; and the same tokens from the whole engine whether steps wait
+for each other or are planned ahead, in a thread or in one, with drafts and without. The two paths round in different places
+(bf16 activations, FP4 keys), and a rounding that flips can move a row far; so the measure is the median row, beside that of the
+CPU path in bf16, which has the same freedom. Weights are as the loader makes them: the report counts products by format
+(`weights`), and FP8 or FP4 that is not packed makes it fail. With TRITON_INTERPRET=1 it runs on a CPU, slowly.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import random
@@ -25,12 +26,16 @@ import torch
 
 from headrace.kernels.gemm_upcast import PACKED
 
+from .... import api
 from ....batch import Model, Segment
 from ....cache import KVPool
 from ....checkpoint import Checkpoint
 from ....config import read_config
+from ....core import EngineCore
+from ....llm import collect
 from ....loader import LoadOptions, load_model
 from ....make_checkpoint import write_checkpoint
+from ....pipeline import OneThread, Pipeline
 from .loader import load
 from .model import V41Gpu
 from .weights import Weight
@@ -144,18 +149,70 @@ def invariance(device: str, rows: int) -> dict:
     return report | {"ok": all(every) and not set(PACKED) & set(report["weights"])}
 
 
+def engine(device: str, count: int = 12) -> dict:
+    """Tokens of greedy and drawn requests, some with stops and penalties, from a whole engine with `batch_invariant` and exact
+    acceptance. What differs in the ways is who is in a step with whom, what was prepared, and how many tokens a step gives."""
+    draw = random.Random(5)
+    todo = []
+    for i in range(count):
+        sampling = api.SamplingParams(
+            temperature=(0.0, 1.0, 0.7)[i % 3], top_p=(1.0, 0.9)[i % 2], top_k=(0, 0, 40)[i % 3], seed=i, max_tokens=5 + 2 * i,
+            stop_token_ids=tuple(range(3, 250, 40)) if i % 4 == 1 else (), presence_penalty=0.5 * (i % 5 == 4),
+        )  # fmt: skip
+        todo.append(api.EngineRequest(f"r{i}", [draw.randrange(3, 250) for _ in range(3 + 9 * i)], [], sampling))
+    found, plans = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(TEXT, 3, folder)
+        model = load(Checkpoint(path), read_config(path), LoadOptions("quantized", "exact", True, device, None, None))
+        for drafts in ("off", "dspark"):
+            for name, begin in WAYS.items():
+                config = api.EngineConfig(
+                    num_blocks=4 * count, max_num_seqs=5, max_num_batched_tokens=64, prefix_caching=False, speculative=drafts,
+                    draft_budget=7 if drafts == "dspark" else None, rollback_gate=1.0,
+                )  # fmt: skip
+                core = EngineCore(model, config)
+                with begin(core) as step:
+                    answers = collect(core, todo, step=step)
+                found[f"{name}, {drafts}"] = [answer.error or answer.choices[0].ids for answer in answers]
+                plans[f"{name}, {drafts}"] = core.stats()["steps"]
+    first, *others = found.values()
+    drawn = all(isinstance(ids, list) for ids in first)
+    return {
+        "device": device, "engine": True, "requests": count, "tokens": sum(map(len, first)), "steps": plans,
+        "differ": {name: sum(a != b for a, b in zip(first, ids, strict=True)) for name, ids in found.items()},
+        "ok": drawn and all(other == first for other in others),
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _in_a_thread(core: EngineCore) -> Iterator[Any]:
+    with Pipeline(core) as pipeline:
+        yield pipeline.step
+
+
+WAYS = {
+    "waits": lambda core: contextlib.nullcontext(core.step),
+    "one thread": lambda core: contextlib.nullcontext(OneThread(core).step),
+    "a thread": _in_a_thread,
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="headrace.engine.models.v41.gpu.check", description=__doc__)
     parser.add_argument("--device", default="cuda", help="cuda, or cpu under TRITON_INTERPRET=1 (default: cuda)")
     parser.add_argument("--rows", type=int, default=200, help="rows of the sequence, at least 12 (default: 200)")
     parser.add_argument("--numerics", choices=("exact", "bounded"), action="append", help="class (default: both)")
     parser.add_argument("--only-invariance", action="store_true", help="batch invariance alone")
+    parser.add_argument("--only-engine", action="store_true", help="the whole engine alone (by default on cuda only)")
     options = parser.parse_args(arguments)
-    classes = () if options.only_invariance else options.numerics or ("exact", "bounded")
+    few = options.only_invariance or options.only_engine
+    classes = () if few else options.numerics or ("exact", "bounded")
     runs = [partial(check, options.device, options.rows, numerics) for numerics in classes]
-    good = True
-    if options.only_invariance or not options.numerics:
+    good, every = True, not (few or options.numerics)
+    if options.only_invariance or every:
         runs.append(partial(invariance, options.device, options.rows))
+    if options.only_engine or (every and options.device == "cuda"):
+        runs.append(partial(engine, options.device))
     for run in runs:
         report = run()
         print(json.dumps(report), flush=True)
