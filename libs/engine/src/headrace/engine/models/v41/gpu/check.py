@@ -1,10 +1,10 @@
 """The GPU path against the CPU's on a random checkpoint: `python -m headrace.engine.models.v41.gpu.check [--device cuda]`.
 
 Rows in one chunk, in pieces, as decode steps and beside another sequence, in class `exact` or `bounded`; bit for bit, the same
-rows and states in any chunks and any company with `batch_invariant`; and the same tokens from the whole engine whether steps wait
-for each other or are planned ahead, in a thread or in one, with drafts and without. The two paths round in different places
-(bf16 activations, FP4 keys), and a rounding that flips can move a row far; so the measure is the median row, beside that of the
-CPU path in bf16, which has the same freedom. Weights are as the loader makes them: the report counts products by format
+rows and states in any chunks and any company with `batch_invariant`; and the same tokens from the whole engine whether steps
+wait for each other or are planned ahead, in a thread or in one, with drafts and without. The two paths round in different
+places (bf16 activations, FP4 keys), and a rounding that flips can move a row far; so the measure is the median row, beside that
+of the CPU path in bf16, which has the same freedom. Weights are as the loader makes them: the report counts products by format
 (`weights`), and FP8 or FP4 that is not packed makes it fail. With TRITON_INTERPRET=1 it runs on a CPU, slowly.
 """
 
