@@ -21,7 +21,7 @@ def test_keys_reach_the_matrix_unit_from_registers(tile, page, candidates):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = indexer._quad_kernel
+    kernel = indexer._score_kernel
     constants = {"HEADS": 32, "PAGE": page, "CANDIDATES": bool(candidates), "BLOCK_N": tile, "ALIGNED": 4}
     pointers = {"q_ptr": "*bf16", "weight_ptr": "*fp32", "out_ptr": "*fp32", "pool": "*i32"}
     types = {name: pointers.get(name, "*i32" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}

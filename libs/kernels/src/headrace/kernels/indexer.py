@@ -10,7 +10,7 @@ import torch
 
 from headrace.kernels import tuning
 from headrace.kernels._triton import cdiv, dot, tl, to_e4m3, triton
-from headrace.kernels.attention_core import decode_e2m1, split_index
+from headrace.kernels.attention_core import split_index
 from headrace.kernels.kv_layouts import PagedKV
 
 CANDIDATE_BLOCK = 8
@@ -69,38 +69,20 @@ def index_scores(
         raise ValueError(f"a page of index keys holds whole blocks of {CANDIDATE_BLOCK}: got pages of {kv.page_size}")
     width = max_entries if candidates is None else candidates.shape[1] * CANDIDATE_BLOCK
     out = torch.empty(rows, width, dtype=torch.float32, device=q.device)
-    config = tuning.indexer(rows, width)
-    if rows and width and config["FORM"]:
-        words = kv.bytes[: kv.bytes.numel() // 4 * 4].view(torch.int32)
-        if kv.page_stride % 4 or kv.offset % 4:
-            raise ValueError(f"index keys are read as words: page stride {kv.page_stride}, offset {kv.offset} bytes")
-        if config["FORM"] == 2:
-            wide = heads > 32  # its sums would not fit into registers beside a tile of 128 keys
-            tile = 64 if wide else config["BLOCK_N"]
-            _quad_kernel[(cdiv(width, tile * config["TILES"]), rows)](
-                q.contiguous(), weights.contiguous(), words, block_table, row_sequence, visible,
-                candidates if candidates is not None else visible, out, width, block_table.stride(0),
-                0 if candidates is None else candidates.stride(0), kv.page_stride // 4, kv.offset // 4,
-                tile * config["TILES"],
-                HEADS=heads, PAGE=kv.page_size, CANDIDATES=candidates is not None, BLOCK_N=tile,
-                ALIGNED=1 if kv.offset % 16 else 4, num_warps=4, maxnreg=None if wide else config["REGISTERS"],
-            )  # fmt: skip
-            return out
-        span = config["BLOCK_N"] * config["TILES"]
-        _score_kernel[(cdiv(width, span), rows)](
+    config = tuning.indexer(rows, width, candidates is not None)
+    words = kv.bytes[: kv.bytes.numel() // 4 * 4].view(torch.int32)
+    if kv.page_stride % 4 or kv.offset % 4:
+        raise ValueError(f"index keys are read as words: page stride {kv.page_stride}, offset {kv.offset} bytes")
+    if rows and width:
+        wide = heads > 32  # its sums would not fit into registers beside a tile of 128 keys
+        tile = min(config["BLOCK_N"], 64) if wide else config["BLOCK_N"]
+        _score_kernel[(cdiv(width, tile * config["TILES"]), rows)](
             q.contiguous(), weights.contiguous(), words, block_table, row_sequence, visible,
             candidates if candidates is not None else visible, out, width, block_table.stride(0),
             0 if candidates is None else candidates.stride(0), kv.page_stride // 4, kv.offset // 4,
-            HEADS=heads, PAGE=kv.page_size, CANDIDATES=candidates is not None, BLOCK_N=config["BLOCK_N"],
-            TILES=config["TILES"], ALIGNED=1 if kv.offset % 16 else 4, STAGES=config["STAGES"], num_warps=config["num_warps"],
-        )  # fmt: skip
-    elif rows and width:
-        _index_kernel[(cdiv(width, config["BLOCK_N"]), rows)](
-            q.contiguous(), weights.contiguous(), kv.bytes, kv.bytes[: kv.bytes.numel() // 4 * 4].view(torch.int32),
-            block_table, row_sequence, visible, candidates if candidates is not None else visible, out, width,
-            block_table.stride(0), 0 if candidates is None else candidates.stride(0), kv.page_stride, kv.offset,
-            HEADS=heads, PAGE=kv.page_size, CANDIDATES=candidates is not None, BLOCK_N=config["BLOCK_N"],
-            num_warps=config["num_warps"],
+            tile * config["TILES"],
+            HEADS=heads, PAGE=kv.page_size, CANDIDATES=candidates is not None, BLOCK_N=tile,
+            ALIGNED=1 if kv.offset % 16 else 4, num_warps=4, maxnreg=None if wide else config["REGISTERS"],
         )  # fmt: skip
     return out
 
@@ -108,98 +90,14 @@ def index_scores(
 @triton.jit
 def _score_kernel(
     q_ptr, weight_ptr, pool, table_ptr, sequence_ptr, visible_ptr, candidate_ptr, out_ptr, width,
-    table_stride, candidate_stride, page_stride, offset,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
-    ALIGNED: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """A run of keys of one row. FP4 codes become e4m3 by shifts of whole words; a product covers one scale group, in which
-    all values of a key (and of a query head) share an exponent, so that it is exact; scales are applied to the products."""
-    row = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * (BLOCK_N * TILES)
-    last = tl.minimum(width, first + BLOCK_N * TILES)
-    visible = tl.load(visible_ptr + row)
-    stop = last
-    if not CANDIDATES:
-        stop = tl.maximum(tl.minimum(last, visible), first)
-    sequence = tl.load(sequence_ptr + row).to(tl.int64)
-    head = tl.arange(0, HEADS)
-    q0 = _query_group(q_ptr, row * HEADS + head, 0)
-    q1 = _query_group(q_ptr, row * HEADS + head, 1)
-    q2 = _query_group(q_ptr, row * HEADS + head, 2)
-    q3 = _query_group(q_ptr, row * HEADS + head, 3)
-    most = tl.maximum(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)), tl.max(tl.abs(q2), 1))
-    most = tl.maximum(most, tl.max(tl.abs(q3), 1))
-    exponent = tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 10)
-    up = ((261 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]  # the largest of a head lands in 128..255
-    q0, q1, q2, q3 = to_e4m3(q0 * up), to_e4m3(q1 * up), to_e4m3(q2 * up), to_e4m3(q3 * up)
-    weight = tl.load(weight_ptr + row * HEADS + head) * ((exponent - 1) << 23).to(tl.float32, bitcast=True)
-    for begin in tl.range(first, stop, BLOCK_N, num_stages=STAGES):
-        column = begin + tl.arange(0, BLOCK_N)
-        if CANDIDATES:
-            block = tl.load(candidate_ptr + row * candidate_stride + (column >> 3), mask=column < last, other=-1)
-            position = block * 8 + (column & 7)
-            seen = (block >= 0) & (position < visible)
-        else:
-            position = column
-            seen = column < stop
-        if CANDIDATES or PAGE % BLOCK_N > 0:
-            page, slot = split_index(tl.where(seen, position, 0), PAGE)
-            at = tl.load(table_ptr + sequence * table_stride + page, mask=seen, other=0).to(tl.int64) * page_stride + offset
-            key = pool + tl.multiple_of(at + slot * 16, ALIGNED)
-            scale = tl.load(pool + at + PAGE * 16 + slot, mask=seen, other=0)
-            words = tl.load(key[:, None] + tl.arange(0, 16)[None, :], mask=seen[:, None], other=0)
-        else:  # the tile lies in one page
-            page, slot = split_index(begin + tl.zeros([], tl.int32), PAGE)  # the interpreter counts in plain integers
-            at = tl.load(table_ptr + sequence * table_stride + page).to(tl.int64) * page_stride + offset
-            entry = slot + tl.arange(0, BLOCK_N)
-            scale = tl.load(pool + at + PAGE * 16 + entry, mask=seen, other=0)
-            key = pool + tl.multiple_of(at, ALIGNED) + entry * 16
-            words = tl.load(key[:, None] + tl.arange(0, 16)[None, :], mask=seen[:, None], other=0)
-        pair = tl.permute(tl.reshape(words, [BLOCK_N, 2, 2, 4]), (0, 3, 2, 1))
-        even, odd = tl.split(pair)  # groups 0 and 1, groups 2 and 3
-        w0, w1 = tl.split(even)
-        w2, w3 = tl.split(odd)
-        total = _group_product(w0, q0, scale, 0) + _group_product(w1, q1, scale, 8)
-        total += _group_product(w2, q2, scale, 16)
-        total += _group_product(w3, q3, scale, 24)
-        score = tl.sum(tl.maximum(total, 0.0) * weight[None, :], 1)
-        tl.store(out_ptr + row * width + column, tl.where(seen, score, float("-inf")), mask=column < last)
-    behind = first + (stop - first + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    for begin in range(behind, last, BLOCK_N):
-        column = begin + tl.arange(0, BLOCK_N)
-        tl.store(out_ptr + row * width + column, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=column < last)
-
-
-@triton.jit
-def _query_group(q_ptr, row, GROUP: tl.constexpr):
-    """Columns of one scale group of query rows [H], fp32 [H, 32], in the order in which `_group_product` decodes keys:
-    of every eight columns first the even ones, then the odd ones."""
-    k = tl.arange(0, 32)
-    column = GROUP * 32 + (k // 8) * 8 + (k % 4) * 2 + (k // 4) % 2
-    return tl.load(q_ptr + row[:, None] * 128 + column[None, :]).to(tl.float32)
-
-
-@triton.jit
-def _group_product(words, q, scale, SHIFT: tl.constexpr):
-    """Packed FP4 words int32 [N, 4] of one group, q e4m3 [H, 32], scale bytes int32 [N] at SHIFT -> fp32 [N, H] / 64."""
-    N: tl.constexpr = words.shape[0]
-    low = ((words << 4) & -2139062144) | ((words << 2) & 0x1C1C1C1C)  # sign to bit 7, code to bits 2..4 of each byte
-    high = (words & -2139062144) | ((words >> 2) & 0x1C1C1C1C)
-    word = tl.reshape(tl.join(low, high), [N, 8])
-    byte = tl.join(tl.join(word, word >> 16), tl.join(word >> 8, word >> 24))  # [N, 8, 2, 2]
-    key = tl.reshape(byte, [N, 32]).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    product = dot(key, tl.trans(q), tl.zeros([N, q.shape[0]], tl.float32))
-    return product * (((scale >> SHIFT) & 0xFF) << 23).to(tl.float32, bitcast=True)[:, None]
-
-
-@triton.jit
-def _quad_kernel(
-    q_ptr, weight_ptr, pool, table_ptr, sequence_ptr, visible_ptr, candidate_ptr, out_ptr, width,
     table_stride, candidate_stride, page_stride, offset, span,
     HEADS: tl.constexpr, PAGE: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """As `_score_kernel`, laid out for Hopper's matrix unit: keys come in whole lines into the registers of the warp that
-    multiplies them, a tile ahead of their use, and reach its left operand without meeting another warp.
+    """A run of keys of one row. FP4 codes become e4m3 by shifts of whole words; a product covers one scale group, in which
+    all values of a key (and of a query head) share an exponent, so that it is exact; scales are applied to the products.
+
+    Laid out for Hopper's matrix unit: keys come in whole lines into the registers of the warp that multiplies them, a tile
+    ahead of their use, and reach its left operand without meeting another warp.
 
     The unit gives a warp the rows 16 w to 16 w + 15 of 64, a thread two of them eight apart, and four threads share a row. A
     load gives it the rows 8 w to 8 w + 7 of 32. So a tile is loaded in the order of `_loaded`, and `_own` puts it back by names
@@ -218,8 +116,8 @@ def _quad_kernel(
     candidate_ptr += row * candidate_stride
     out_ptr += row * width
     head = row * HEADS + tl.arange(0, HEADS)
-    q0, q1 = _query_quad(q_ptr, head, 0), _query_quad(q_ptr, head, 1)
-    q2, q3 = _query_quad(q_ptr, head, 2), _query_quad(q_ptr, head, 3)
+    q0, q1 = _query_group(q_ptr, head, 0), _query_group(q_ptr, head, 1)
+    q2, q3 = _query_group(q_ptr, head, 2), _query_group(q_ptr, head, 3)
     most = tl.maximum(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)), tl.max(tl.abs(q2), 1))
     most = tl.maximum(most, tl.max(tl.abs(q3), 1))
     exponent = tl.maximum(most.to(tl.int32, bitcast=True) >> 23, 10)
@@ -243,9 +141,9 @@ def _quad_kernel(
             a0, a1, a2, a3 = _groups(words)
         words, scale = _load_keys(pool, page, upper_page, block, page_stride, offset, PAGE, STRAIGHT, ALIGNED, BLOCK_N)
         tl.debug_barrier()  # or the assembler moves these loads behind the products, right before their use
-        score = _quad_scores(a0, a1, a2, a3, lower_scale, q0, q1, q2, q3, weight)
+        score = _scores(a0, a1, a2, a3, lower_scale, q0, q1, q2, q3, weight)
         if BLOCK_N == 128:
-            more = _quad_scores(b0, b1, b2, b3, upper_scale, q0, q1, q2, q3, weight)
+            more = _scores(b0, b1, b2, b3, upper_scale, q0, q1, q2, q3, weight)
             score = tl.reshape(tl.permute(tl.join(score, more), (1, 0)), [128])
         block = after
         page, upper_page = _pages(table_ptr, block, visible, PAGE, CANDIDATES, STRAIGHT, BLOCK_N)
@@ -278,13 +176,13 @@ def _groups(words):
 
 
 @triton.jit
-def _quad_scores(w0, w1, w2, w3, scale, q0, q1, q2, q3, weight):
+def _scores(w0, w1, w2, w3, scale, q0, q1, q2, q3, weight):
     """Words of four groups in order, scale int32 [N, 4] as loaded -> fp32 scores [N]."""
     scale = _own(scale)
-    total = _quad_product(w0, q0, scale << 23)
-    total += _quad_product(w1, q1, scale << 15)
-    total += _quad_product(w2, q2, scale << 7)
-    total += _quad_product(w3, q3, scale >> 1)
+    total = _group_product(w0, q0, scale << 23)
+    total += _group_product(w1, q1, scale << 15)
+    total += _group_product(w2, q2, scale << 7)
+    total += _group_product(w3, q3, scale >> 1)
     return tl.sum((total + tl.abs(total)) * weight[None, :], 1)  # twice relu: an addition runs at twice a maximum's rate
 
 
@@ -380,8 +278,8 @@ def _own(x):
 
 
 @triton.jit
-def _query_quad(q_ptr, row, GROUP: tl.constexpr):
-    """Columns of one scale group of query rows [H], fp32 [H, 32], in the order in which `_quad_product` decodes keys: the even
+def _query_group(q_ptr, row, GROUP: tl.constexpr):
+    """Columns of one scale group of query rows [H], fp32 [H, 32], in the order in which `_group_product` decodes keys: the even
     columns of every word, then the odd ones."""
     H: tl.constexpr = row.shape[0]
     q = tl.load(q_ptr + row[:, None] * 128 + (GROUP * 32 + tl.arange(0, 32))[None, :]).to(tl.float32)
@@ -389,7 +287,7 @@ def _query_quad(q_ptr, row, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _quad_product(words, q, scale):
+def _group_product(words, q, scale):
     """Packed FP4 words int32 [N, 4] of one group, q e4m3 [H, 32], scale int32 [N, 4], its byte at the bits of a fp32 exponent
     -> fp32 [N, H] / 64. Four threads that share a row hold a word each, and each its scale."""
     N: tl.constexpr = words.shape[0]
@@ -402,43 +300,6 @@ def _quad_product(words, q, scale):
     product = dot(key, tl.trans(q), tl.zeros([N, H], tl.float32))
     factor = (scale & 0x7F800000).to(tl.float32, bitcast=True)
     return product * tl.reshape(tl.broadcast_to(factor[:, None, :, None], [N, H // 8, 4, 2]), [N, H])
-
-
-@triton.jit
-def _index_kernel(
-    q_ptr, weight_ptr, pool, pool32, table_ptr, sequence_ptr, visible_ptr, candidate_ptr, out_ptr, width,
-    table_stride, candidate_stride, page_stride, offset,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    visible = tl.load(visible_ptr + row)
-    position = column
-    if CANDIDATES:
-        block = tl.load(candidate_ptr + row * candidate_stride + column // 8, mask=column < width, other=-1)
-        position = tl.where(block >= 0, block * 8 + column % 8, visible)
-    seen = (position < visible) & (column < width)
-    position = tl.where(seen, position, 0)
-    sequence = tl.load(sequence_ptr + row).to(tl.int64)
-    page = tl.load(table_ptr + sequence * table_stride + position // PAGE, mask=seen, other=0).to(tl.int64)
-    slot = position % PAGE
-    begin = page * page_stride + offset
-    data_at = begin + slot * 64
-    raw = tl.load(pool + data_at[:, None] + tl.arange(0, 64)[None, :], mask=seen[:, None], other=0)
-    word = tl.load(pool32 + (begin + PAGE * 64) // 4 + slot, mask=seen, other=0)
-    even_byte = tl.join(word & 0xFF, (word >> 16) & 0xFF)
-    odd_byte = tl.join((word >> 8) & 0xFF, (word >> 24) & 0xFF)
-    byte = tl.reshape(tl.join(even_byte, odd_byte), [BLOCK_N, 4])
-    scale = (byte << 23).to(tl.float32, bitcast=True) * 16384.0
-    even, odd = decode_e2m1(raw)
-    value = tl.reshape(tl.join(even, odd), [BLOCK_N, 4, 32]) * scale[:, :, None]
-    key = tl.reshape(value, [BLOCK_N, 128]).to(tl.bfloat16)
-    head = tl.arange(0, HEADS)
-    q = tl.load(q_ptr + (row * HEADS + head)[:, None] * 128 + tl.arange(0, 128)[None, :])
-    weight = tl.load(weight_ptr + row * HEADS + head)
-    product = dot(key, tl.trans(q), tl.zeros([BLOCK_N, HEADS], tl.float32))
-    score = tl.sum(tl.maximum(product, 0.0) * weight[None, :], 1)
-    tl.store(out_ptr + row * width + column, tl.where(seen, score, float("-inf")), mask=column < width)
 
 
 def block_max_reference(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

@@ -35,13 +35,7 @@ def grid(**axes: tuple) -> list[dict]:
 
 
 SIMPLE = {  # operation: (function in `tuning`, candidates)
-    "index_scores": (
-        "indexer",
-        grid(FORM=(0,), BLOCK_N=(128,), num_warps=(4,))
-        + grid(FORM=(1,), BLOCK_N=(128,), TILES=(4, 16), STAGES=(1, 3), num_warps=(4,))
-        + grid(FORM=(1,), BLOCK_N=(256,), TILES=(4,), STAGES=(1,), num_warps=(8,))
-        + grid(FORM=(2,), BLOCK_N=(128, 64), TILES=(4, 16), REGISTERS=(None, 96)),
-    ),
+    "index_scores": ("indexer", grid(BLOCK_N=(128, 64), TILES=(4, 16), REGISTERS=(None, 96))),
     "topk": (
         "topk",
         [{"FORM": 0}, *grid(FORM=(1,), BITS=(4, 2), WAVES=(1, 2, 4), REGISTERS=(None,), num_warps=(8,))]

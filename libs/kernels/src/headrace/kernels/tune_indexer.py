@@ -1,7 +1,7 @@
 """Race forms of the indexer's scores: `python -m headrace.kernels.tune_indexer [--only TEXT] [--jobs N] [--seconds N]`.
 
 Compiles every form first, in so many processes; checks each on every shape, with rows that see everything, part or nothing,
-against the reference in four rows and against the first form in all; then times it with all entries visible. Prints a line a
+against the reference in four rows and against the table's form in all; then times it with all entries visible. Prints a line a
 shape, best first, and JSON of everything last. It changes no table. Needs a GPU; for example, in a minute:
 
     python -m headrace.kernels.tune_indexer --jobs 8 --seconds 58
@@ -29,12 +29,8 @@ BOUND = 1e-4  # of the check cases
 HEADS = 32
 CHECKED = 4  # rows against the reference
 L2_BYTES = 60e6
-RUNS = (4, 8, 16, 32)  # tiles a program
-PRESENT = [
-    {"FORM": 0, "BLOCK_N": 128, "num_warps": 4},
-    *grid(FORM=(1,), BLOCK_N=(128,), TILES=(16,), STAGES=(3,), num_warps=(4,)),
-]
-COMPILED = [*grid(FORM=(2,), BLOCK_N=(128,), REGISTERS=(None, 96, 128)), *grid(FORM=(2,), BLOCK_N=(64,), REGISTERS=(None, 96))]
+RUNS = (4, 8, 16, 32, 2, 1)  # tiles a program
+FORMS = [*grid(BLOCK_N=(128,), REGISTERS=(None, 96, 128)), *grid(BLOCK_N=(64,), REGISTERS=(None, 96))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Shape:
         return self.rows * (8 * self.blocks or self.entries)
 
 
-SHAPES = [Shape(rows, entries) for rows in (64, 128, 256) for entries in (4096, 16384, 65536, 131072)]
+SHAPES = [Shape(rows, entries) for rows in (1, 8, 64, 128, 256) for entries in (4096, 16384, 65536, 131072)]
 SHAPES += [Shape(rows, entries, 2048) for rows, entries in ((64, 65536), (128, 65536), (256, 131072))]
 SHAPES += [Shape(64, 65536, page=64), Shape(256, 65536, page=64)]
 
@@ -125,12 +121,11 @@ class table_says:
 def race(shape: Shape, device: torch.device, until: float) -> list[dict]:
     """Every form that fits into the time: microseconds and error, or why it has none; best first."""
     experiment = Experiment(shape, device)
-    with table_says(PRESENT[0]):
-        reference, all_rows = experiment.expected()
+    reference, all_rows = experiment.expected()
     found = []
-    for compiled in [*PRESENT, *COMPILED]:
-        for runs in RUNS if compiled in COMPILED else (None,):
-            form = compiled | ({} if runs is None else {"TILES": runs})
+    for compiled in FORMS:
+        for runs in RUNS:
+            form = compiled | {"TILES": runs}
             if time.monotonic() > until:
                 return sorted(found, key=lambda row: row["us"])
             try:
@@ -149,7 +144,7 @@ def race(shape: Shape, device: torch.device, until: float) -> list[dict]:
 def compile_part(part: int, parts: int, device: torch.device) -> None:
     """One launch of each of the part's forms in each of the ways in which keys are found, on a few rows."""
     ways = [Shape(4, 4096), Shape(4, 4096, page=64), Shape(4, 4096, 64)]
-    for shape, form in [(shape, form) for form in (*PRESENT, *COMPILED) for shape in ways][part::parts]:
+    for shape, form in [(shape, form) for form in FORMS for shape in ways][part::parts]:
         experiment = Experiment(shape, device, cached=0)
         try:
             with table_says({"TILES": RUNS[0]} | form):
@@ -160,11 +155,9 @@ def compile_part(part: int, parts: int, device: torch.device) -> None:
 
 def show(shape: Shape, found: list[dict], copy: float) -> str:
     line = f"{shape.name:24}"
-    for row in [r for r in found if r["us"] < float("inf")][:3] + [r for r in found if r["form"]["FORM"] < 2]:
+    for row in [r for r in found if r["us"] < float("inf")][:3]:
         form = row["form"]
-        short = f"form {form['FORM']}"
-        if form["FORM"] == 2:
-            short = f"n{form['BLOCK_N']} r{form['REGISTERS'] or 0} t{form['TILES']}"
+        short = f"n{form['BLOCK_N']} r{form['REGISTERS'] or 0} t{form['TILES']}"
         line += f" | {row['us']:7.1f} us {shape.scored * 72 / row['us'] / copy * 1e8:3.0f} % {short}"
     bad = [row for row in found if "why" in row]
     return line + (f" | {len(bad)} failed: {bad[0]['form']}: {bad[0]['why']}" if bad else "")

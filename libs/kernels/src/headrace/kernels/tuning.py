@@ -3,7 +3,7 @@
 A row is data for one source: no kernel is forked for a device. `headrace.kernels.tune` searches for better rows.
 """
 
-from headrace.kernels._triton import INTERPRETED, cdiv, has_bf16_pairs, processor_count
+from headrace.kernels._triton import INTERPRETED, cdiv, has_bf16_pairs
 
 
 def sparse_attention(small: bool, heads: int) -> dict[str, int]:
@@ -156,17 +156,14 @@ def _gemm_words(name: str, m: int, n: int, k: int, batch_invariant: bool) -> dic
     return shared | {"BLOCK_M": 128, "BLOCK_N": 128, "WAVES": 1, "num_warps": 8}
 
 
-def indexer(rows: int, width: int) -> dict[str, int]:
-    """FORM 1: FP8 products of scale groups, TILES tiles a program; 0: bf16 products, a tile a program.
-
-    A long run of tiles pays for its setting up where the card is full of such programs: measured with 1,024 and more.
+def indexer(rows: int, width: int, candidates: bool) -> dict[str, int | None]:
+    """TILES tiles of BLOCK_N keys a program: at 64 to 256 rows of 4 k to 128 k about 512 programs were the best, and no more
+    than 16 tiles. REGISTERS a thread at most: that pays where blocks are looked up.
     """
     if INTERPRETED:
-        tile = 32 if rows % 3 < 2 else 128 - 64 * (rows % 2)
-        return {"FORM": rows % 3, "BLOCK_N": tile, "TILES": 2, "STAGES": 1, "REGISTERS": None, "num_warps": 4}
-    if rows * cdiv(width, 2048) >= 4 * processor_count():
-        return {"FORM": 1, "BLOCK_N": 128, "TILES": 16, "STAGES": 3, "num_warps": 4}
-    return {"FORM": 0, "BLOCK_N": 128, "num_warps": 4}
+        return {"BLOCK_N": 128 - 64 * (rows % 2), "TILES": 2, "REGISTERS": None}
+    tiles = max(1, rows * cdiv(width, 128) // 512)
+    return {"BLOCK_N": 128, "TILES": min(16, 1 << tiles.bit_length() - 1), "REGISTERS": 128 if candidates else None}
 
 
 def topk(rows: int, n: int, k: int) -> dict[str, int]:
