@@ -244,7 +244,7 @@ def test_the_whole_engines_steps_are_held_against_the_device_alone(monkeypatch):
     monkeypatch.setattr(bench, "decode", lambda model, batch, context, *_: {"device_ms": context / 1e6, "step_ms": 1.0})
     for temperature in (0.0, 1.0):
         row = bench.engine(model, 2, 8, 6, temperature, 1.0, 1)
-        assert row["device_ms"] == 11e-6 and 0.9 < row["not_hidden"] < 1
+        assert row["device_ms"] == 12e-6 and row["steps"] >= 4 and 0.9 < row["not_hidden"] < 1
         assert row["threads_step_ms"] > 0 and row["tokens_per_s"] == pytest.approx(2e3 / row["step_ms"])
 
 

@@ -42,6 +42,7 @@ from .sampler import choose
 from .sequence import Chosen
 from .verify import Window
 
+PARTS = ("schedule", "join", "forward", "logits", "sample", "draft", "post")  # of a step, as `EngineCore.stats` has them
 SLICE = 8  # steps at a turn
 WARM_UP = 24  # steps that do not count: the scheduler learns what drafts are worth here
 WAYS: dict[str, dict[str, Any]] = {
@@ -116,6 +117,7 @@ class Way:
     wall: float = 0.0
     cpu: float = 0.0  # of all threads
     rates: list[float] = field(default_factory=list)  # tokens per CPU second
+    parts: dict[str, float] = field(default_factory=dict)  # seconds of PARTS
     over: bool = False
 
 
@@ -283,6 +285,8 @@ def _fill(core: EngineCore, size: int, args: argparse.Namespace) -> None:
 
 
 def _turn(way: Way, size: int, steps: int, count: bool = True) -> None:
+    """A turn in which a pass was captured does not count: that is done once."""
+    captured, before = _captured(way.core), way.core.stats()
     tokens, wall, cpu = 0, time.perf_counter(), time.process_time()
     for _ in range(steps):
         events = [event for event in _events(way.step()) if isinstance(event, api.Tokens)]
@@ -291,10 +295,18 @@ def _turn(way: Way, size: int, steps: int, count: bool = True) -> None:
             return
         tokens += sum(len(event.ids) for event in events)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    if count:
+    if count and _captured(way.core) == captured:
+        after = way.core.stats()
+        for part in PARTS:
+            way.parts[part] = way.parts.get(part, 0.0) + after[f"seconds_{part}"] - before.get(f"seconds_{part}", 0.0)
         way.tokens, way.steps = way.tokens + tokens, way.steps + steps
         way.wall, way.cpu = way.wall + wall, way.cpu + cpu
         way.rates.append(tokens / cpu)
+
+
+def _captured(core: EngineCore) -> int:
+    """Passes that the model has captured for its device."""
+    return len(getattr(core.runner.model, "captured", ()))
 
 
 def _events(events: list[api.Event] | None) -> list[api.Event]:
@@ -312,6 +324,7 @@ def _figures(way: Way) -> dict[str, float]:
         "tokens_per_step": way.tokens / way.steps / way.core.config.max_num_seqs,
         "steps": way.steps,
     }
+    out |= {f"{part}_ms": 1e3 * seconds / way.steps for part, seconds in way.parts.items()}
     return {name: round(value, 3) for name, value in (out | _speculation_figures(way.core)).items()}
 
 

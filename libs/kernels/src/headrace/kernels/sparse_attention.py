@@ -179,7 +179,11 @@ def _sparse_attention_kernel(
     sin_ptr += row * 32
     q, q_tail = load_queries(q_ptr, row * heads + head, live, D, PAIRS)
     top = tl.full([BLOCK_H], NO_SCORE_, tl.float32)
-    total = tl.zeros([BLOCK_H, 2, 4], tl.float32)  # in parts: see `weigh`
+    IN_PARTS: tl.constexpr = LAYOUT > 0  # see `weigh`: keys that need no decoding leave no registers for them
+    if IN_PARTS:
+        total = tl.zeros([BLOCK_H, 2, 4], tl.float32)
+    else:
+        total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, 512], tl.float32)
     acc_tail = tl.zeros([BLOCK_H, 64], tl.float32)
     first_tiles = tl.cdiv(n, BLOCK_N)
@@ -203,7 +207,8 @@ def _sparse_attention_kernel(
             visible = (index >= 0)[None, :]
             top, total, acc, acc_tail = attend(q, q_tail, top, total, acc, acc_tail, k, rope, visible, scale, FORM, SPREAD)
 
-    total = tl.sum(tl.sum(total, 2), 1)
+    if IN_PARTS:
+        total = tl.sum(tl.sum(total, 2), 1)
     lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
     denominator = total
     at = row * heads + head

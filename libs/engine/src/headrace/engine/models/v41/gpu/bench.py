@@ -443,19 +443,20 @@ def one_stream(model: V41Gpu, steps: Steps, hidden: torch.Tensor, times: int) ->
         model.overlap = overlap
 
 
-def engine(model: V41Gpu, batch: int, prompt: int, output: int, temperature: float, rate: float, times: int) -> dict[str, Any]:
-    """The whole engine's decode steps of `batch` sequences in one thread, and what of them the device alone does not explain;
-    beside them those of the model in a thread of its own."""
-    alone = decode(model, batch, prompt + output // 2, rate, times, False)
-    forget(model)
+def engine(model: V41Gpu, batch: int, prompt: int, steps: int, temperature: float, rate: float, times: int) -> dict[str, Any]:
+    """The whole engine's decode steps of `batch` sequences in one thread, `steps` at least, and what of them the device alone
+    does not explain; beside them those of the model in a thread of its own."""
     given = engine_bench.arguments().parse_args([])
-    given.prompt, given.output, given.temperature = prompt, output, temperature
+    before = -(-batch * prompt // 2048)  # steps that compute prompts: none may end meanwhile
+    given.prompt, given.output, given.temperature = prompt, before + steps, temperature
+    alone = decode(model, batch, prompt + before + steps // 2, rate, times, False)
+    forget(model)
     for _ in range(2):  # the first captures
-        steps = bench_overlap.one_thread(model, batch, given)
+        spans = bench_overlap.one_thread(model, batch, given)
     threads = bench_overlap.one(model, batch, True, None, given)
-    median = statistics.median(steps)
+    median = statistics.median(spans)
     return {
-        "step_ms": median, "device_ms": alone["device_ms"], "not_hidden": 1 - alone["device_ms"] / median,
+        "steps": len(spans), "step_ms": median, "device_ms": alone["device_ms"], "not_hidden": 1 - alone["device_ms"] / median,
         "tokens_per_s": 1e3 * batch / median, "threads_step_ms": threads["step_ms"], "model_step_ms": alone["step_ms"],
     }  # fmt: skip
 

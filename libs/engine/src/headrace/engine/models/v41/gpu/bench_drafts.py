@@ -128,7 +128,8 @@ def engine(model: V41Gpu, batch: int, args: argparse.Namespace) -> dict[str, Any
     ways = bench_speculation.ways_of(model, batch, args)
     rate = {name: figures["tokens_per_second"] for name, figures in ways.items()}
     lengths = {f"length_{name}": figures["tokens_per_step"] for name, figures in ways.items()}
-    return rate | {"of_best": rate["scheduled"] / max(rate["none"], rate["full"])} | lengths
+    parts = {name: {part: figures[f"{part}_ms"] for part in bench_speculation.PARTS} for name, figures in ways.items()}
+    return rate | {"of_best": rate["scheduled"] / max(rate["none"], rate["full"])} | lengths | {"ms": parts}
 
 
 def main(arguments: list[str] | None = None) -> int:
