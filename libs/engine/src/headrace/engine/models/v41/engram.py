@@ -113,8 +113,11 @@ class NgramHash:
         reach = self.size - 1
         flat, ends = [], []
         for previous, ids in segments:
-            history = list(previous)[-reach:]
-            flat += [DEAD] * (reach - len(history)) + history + list(ids)
+            history = previous[-reach:]
+            if len(history) < reach:
+                flat += [DEAD] * (reach - len(history))
+            flat += history
+            flat += ids
             ends += range(len(flat) - len(ids), len(flat))
         flat_ids = np.array(flat, np.int64)
         codes = np.where(flat_ids >= 0, self.compressed[np.maximum(flat_ids, 0)], DEAD)

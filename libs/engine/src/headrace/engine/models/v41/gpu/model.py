@@ -100,6 +100,7 @@ class Ready:
     """A pass of one row a sequence, of which all but the tokens, and Engram's memory of them, is on the device."""
 
     segments: list[Segment]
+    starts: list[int]
     pieces: list[Piece]
     floors: list[list[int]]  # the oldest rows that each may see, in encoder and in decoder layers
     graph: Graph
@@ -211,7 +212,7 @@ class V41Gpu:
             graph.tables.put(pieces, segments, states.tables, self.spec.block_tokens)
             graph.load({1: host.matrix, 2: graph.tables})
             outputs = self._upload(_places(pieces, segments))
-            self._ready = Ready(list(segments), pieces, floors, graph, _memory_of(kv, states), outputs)
+            self._ready = Ready(list(segments), starts, pieces, floors, graph, _memory_of(kv, states), outputs)
 
     def _single_rows(self, segments: Sequence[Segment], firsts: Sequence[int]) -> list[Piece]:
         window = self.config.sliding_window
@@ -653,10 +654,10 @@ def _memory_of(kv: KVPool, states: GpuStatePool) -> tuple[int, ...]:
 def _holds(ready: Ready, segments: Sequence[Segment], kv: KVPool, states: GpuStatePool) -> bool:
     """Whether a pass is the one that was prepared; its rows then count as about to be computed."""
     same = len(segments) == len(ready.segments) and all(map(operator.is_, segments, ready.segments))
-    slots, starts, stops = ([getattr(s, name) for s in segments] for name in ("slot", "start", "stop"))
-    same = same and starts == [piece.start for piece in ready.pieces] and stops == [piece.stop for piece in ready.pieces]
-    if not same or ready.memory != _memory_of(kv, states):
+    starts, lengths = [s.start for s in segments], {len(s.ids) for s in segments}
+    if not same or starts != ready.starts or lengths != {1} or ready.memory != _memory_of(kv, states):
         return False
+    slots, stops = [s.slot for s in segments], [start + 1 for start in starts]
     found = [states.advance_all(phase, slots, starts, stops) for phase in (ENCODER, DECODER, DRAFT)]
     return found[:2] == ready.floors
 
