@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from headrace.engine import api, speculation_sim
 from headrace.engine import sequence as seq
 from headrace.engine.speculation import (
     CLOSED_STEPS,
+    FIRST_PLAIN,
     GATE_STEPS,
     PLAIN_STEPS,
     PROBE_SHARE,
@@ -222,7 +224,7 @@ def test_uneven_windows_that_cost_as_much_as_whole_ones_are_not_chosen():
     assert speculator.lengths(ready, 99) == [5, 5]
 
 
-def test_what_a_step_without_drafts_takes_is_measured_again_now_and_then():
+def test_what_a_step_without_drafts_takes_is_measured_soon_and_again_now_and_then():
     speculator, one = (
         Speculator(Options(5), Costs(StepCurve({1: 1.0, 6: 1.1}), StepCurve({1: 1e-3}))),
         sequence("a", *[0.99] * 5),
@@ -236,7 +238,10 @@ def test_what_a_step_without_drafts_takes_is_measured_again_now_and_then():
         result = seq.Result(tokens=[[seq.Chosen(7)] * (lengths[0] + 1)])
         result.proposals = {one: seq.Proposal([7] * 5, [5.0] * 5)} if wanted else {}
         speculator.settle(plan, result, [one])
-    assert drafts.count(False) == 2
+    plain = [step for step, drafted in enumerate(drafts, 1) if not drafted]
+    gaps = [after - before for before, after in pairwise([0, *plain])]
+    assert gaps == [FIRST_PLAIN] + [1 + min(PLAIN_STEPS, FIRST_PLAIN << i) for i in range(1, len(gaps))]
+    assert gaps[-1] == PLAIN_STEPS + 1
 
 
 @pytest.mark.parametrize("lost", ["gone", "failed", "astray"])
@@ -346,6 +351,7 @@ def test_those_whose_own_blocks_promise_little_are_left_out_and_the_others_go_on
     curve = Costs(StepCurve({1: 1.0, 101: 3.0}), StepCurve({1: 0.1, 16: 0.8}))
     speculator, many = Speculator(Options(5, exact=True), curve), [sequence(str(i)) for i in range(10, 26)]
     confidence = {one.name: 4.0 if i % 2 else -4.0 for i, one in enumerate(many)}
+    speculator._plain_after = PLAIN_STEPS
     history = [stepped(speculator, many, 5, confidence) for _ in range(120)]
     good = sorted(name for name, z in confidence.items() if z > 0)
     assert history[0] == sorted(confidence), "nothing is known of anybody"
@@ -358,6 +364,7 @@ def test_at_the_gate_a_sequence_is_held_to_what_its_own_drafts_brought(row, goes
     """One of nine brings one draft of five, where its confidences promise all. Where rows are cheap that pays all the same."""
     speculator, many = Speculator(Options(5, exact=True), costs(row=row)), [sequence(str(i)) for i in range(9)]
     one, surely = many[0], {str(i): 5.0 for i in range(9)}
+    speculator._plain_after = PLAIN_STEPS
     for _ in range(30):
         stepped(speculator, many, 5, surely)
     assert speculator.gated == 0 and speculator.wants(many) == many

@@ -38,6 +38,7 @@ CLOSED_STEPS = 32  # ... for so many steps
 PROBES, PROBE_SHARE = 4, 0.005  # sequences that try their luck at a time, and the share of all time that this may take
 QUIET = 8  # steps for which it stands that nobody is to draft: the host's time to weigh them all would be felt in each
 PLAIN_STEPS = 1024  # with drafts, after which one goes without: what that costs must stay known
+FIRST_PLAIN = 16  # the same while it is hardly known: this, then twice as many each time
 SLOW = 0.05  # weight of a new time in averages
 SPEED, LOCAL, UNEVEN = 0.15, 0.05, 0.02  # of a time's error: by which a whole curve moves, its points next to it, `uneven`
 GUESS, FAITH, MEMORY = 3, 20, 4000  # blocks that first guesses count for: at confidences, at their worth; what is remembered
@@ -239,6 +240,7 @@ class Speculator:
     _fitted: list[float] = field(default_factory=list)
     _fitted_at: int = 1  # windows, when they were fitted
     _plain_at: int = 0  # the last step without any
+    _plain_after: int = FIRST_PLAIN
     _quiet_until: int = 0  # the step that asks again who should draft
 
     def __post_init__(self) -> None:
@@ -301,7 +303,8 @@ class Speculator:
         may = [s for s in sampled if not self._ends(s)]
         if self.options.budget is not None:
             return [s for s in may if s.draft.closed_until <= self.step]
-        if self.step - self._plain_at >= PLAIN_STEPS:
+        if self.step - self._plain_at >= self._plain_after:
+            self._plain_after = min(2 * self._plain_after, PLAIN_STEPS)
             return []
         if self._quiet_until > self.step:
             return self._tries(len(sampled), 0, may)

@@ -9,7 +9,8 @@ a draft by sequences, as a caller sees them who waits). Then `speculation_sim` r
 what was measured, which the policy sees too; with --curves FILE, what an earlier run measured (the lines of its --json that
 have a `curve`), without a device. With --engine the whole engine runs, drafts, verification and sampling included, and only the
 decision who stands is replaced (`headrace.engine.bench_speculation`); there the host's work counts, as far as a step that is
-planned ahead does not hide it.
+planned ahead does not hide it. With both, the whole engine runs on passes of zeros that take what was measured: the host's part
+of this machine, beside a device's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,12 @@ import torch
 
 from .... import bench as engine_bench
 from .... import bench_speculation
+from ....batch import Segment
+from ....runner import Runner
 from ....speculation import StepCurve
 from ....speculation_sim import BUDGETS, PROFILES, Machine, Profile, throughput
 from .bench import RELEASED, SMALL, Rows, Steps, arguments_for, balance, build, configure, device_of, forget, numbers, wait
+from .bench_host import without_device
 from .model import V41Gpu
 
 Curve = dict[int, float]
@@ -115,6 +119,10 @@ def policies(forward: Curve, draft: Curve, options: argparse.Namespace, rows: Ro
     return worst
 
 
+def lots(options: argparse.Namespace) -> argparse.Namespace:
+    return by_lot(options.prompt, options.seconds, options.profile or PROFILES["0.8 falling"][0])
+
+
 def by_lot(prompt: int, seconds: float, profile: list[float]) -> argparse.Namespace:
     """What `headrace bench engine --speculation` has by default, but for these."""
     given = engine_bench.arguments().parse_args([])
@@ -132,6 +140,53 @@ def engine(model: V41Gpu, batch: int, args: argparse.Namespace) -> dict[str, Any
     return rate | {"of_best": rate["scheduled"] / max(rate["none"], rate["full"])} | lengths | {"ms": parts}
 
 
+class Clock:
+    """A device that only takes its time: passes of zeros follow each other, and who waits sleeps until the last one is over."""
+
+    def __init__(self, forward: Curve, draft: Curve) -> None:
+        self._forward, self._draft, self._over = StepCurve(forward), StepCurve(draft), 0.0
+
+    def model(self) -> V41Gpu:
+        """Of the smallest dimensions: host work does not depend on widths."""
+        model = without_device(build(configure(SMALL, 8, 4, draft=True), torch.device("cpu")))
+        forward, draft = model.forward, model.draft
+
+        def timed_forward(segments: Sequence[Segment], *rest: Any) -> torch.Tensor:
+            out = forward(segments, *rest)
+            self._takes(self._forward(sum(len(segment.ids) for segment in segments)))
+            return out
+
+        def timed_draft(slots: Sequence[int], *rest: Any) -> Any:
+            out = draft(slots, *rest)
+            self._takes(self._draft(len(slots)))
+            self.wait()  # its tokens are read
+            return out
+
+        model.forward, model.draft = timed_forward, timed_draft
+        return model
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._over - time.perf_counter()))
+
+    def _takes(self, seconds: float) -> None:
+        self._over = max(self._over, time.perf_counter()) + seconds
+
+
+def engine_by_clock(forward: Curve, draft: Curve, options: argparse.Namespace, rows: Rows) -> float:
+    """The worst row."""
+    clock, worst = Clock(forward, draft), 9.9
+    model, wait = clock.model(), Runner.wait
+    Runner.wait = lambda _: clock.wait()
+    try:
+        for batch in options.batch:
+            name = {"engine": "0.8 falling, by the clock", "batch": batch}
+            row = rows.add(name, lambda b=batch: engine(model, b, lots(options)))
+            worst = min(worst, row.get("of_best", 9.9))
+    finally:
+        Runner.wait = wait
+    return worst
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = arguments_for("headrace.engine.models.v41.gpu.bench_drafts", __doc__)
     parser.add_argument("--batch", type=numbers, default=[1, 8, 32, 64, 128, 256], help="sequences (default: 1 to 256)")
@@ -143,18 +198,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of the engine's sequences (default: 128)")
     parser.add_argument("--seconds", type=float, default=4.0, help="of the engine, for each way and batch (default: 4)")
     parser.add_argument(
-        "--curves", type=Path, metavar="FILE", help="the policy on the times that an earlier run measured; nothing else"
+        "--curves", type=Path, metavar="FILE", help="take the times that an earlier run measured, in place of a device"
     )
     options = parser.parse_args(arguments)
     rows = Rows(options.json, options.budget)
     if options.curves is not None:
-        if options.engine:
-            parser.error("--curves runs no engine; leave out --engine, or measure anew without --curves")
         try:
-            worst = policies(*read_curves(options.curves), options, rows)
+            measured = read_curves(options.curves)
         except (OSError, ValueError) as error:
             parser.error(str(error))
-        rows.say({"worst_of_best": {"policy": worst}})
+        worst = {"policy": policies(*measured, options, rows)}
+        if options.engine:
+            worst["engine"] = engine_by_clock(*measured, options, rows)
+        rows.say({"worst_of_best": worst})
         return int(rows.failed > 0)
     device = device_of(parser, options)
     config = configure(SMALL if options.small else RELEASED, options.layers, options.experts, draft=True)
@@ -171,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     if forward and draft:
         worst["policy"] = policies(forward, draft, options, rows)
     if options.engine:
-        given = by_lot(options.prompt, options.seconds, options.profile or PROFILES["0.8 falling"][0])
+        given = lots(options)
         for batch in options.batch:
             row = rows.add({"engine": "0.8 falling", "batch": batch}, lambda b=batch: engine(model, b, given))
             worst["engine"] = min(worst.get("engine", 9.9), row.get("of_best", 9.9))
