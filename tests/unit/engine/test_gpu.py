@@ -2,11 +2,13 @@
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import random
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from headrace.engine.make_checkpoint import make_checkpoint
 from headrace.engine.models.v41.gpu import bench, bench_drafts
 from headrace.engine.models.v41.gpu.bench import SMALL, build, configure
 from headrace.engine.models.v41.gpu.bench_host import without_device
-from headrace.engine.models.v41.gpu.graph import Graph, fill, padded_rows
+from headrace.engine.models.v41.gpu.graph import Graph, _nothing_collected, fill, padded_rows
 from headrace.engine.models.v41.gpu.model import APART
 from headrace.engine.models.v41.gpu.rows import (
     FLOOR,
@@ -166,6 +168,26 @@ def test_a_block_table_that_grew_is_read_anew():
     assert table_rows([Piece(0, 128, 129, 0)], segments, tables, 4, 64).tolist() == [[7, 5, 9, 0]]
     with pytest.raises(ValueError, match="200 tokens need 4 blocks, the block table has 3"):
         table_rows([Piece(0, 199, 200, 0)], segments, tables, 4, 64)
+
+
+def test_a_graph_ends_with_its_last_name_and_nothing_is_collected_while_another_is_captured():
+    """A graph that the collector destroys in the middle of a capture makes that void."""
+    gc.disable()
+    try:
+        graph = Graph(lambda t: t, [np.zeros(3, np.int32)], torch.device("cpu"))
+        found = weakref.ref(graph)
+        del graph
+        assert found() is None
+        with _nothing_collected():
+            assert not gc.isenabled()
+        assert not gc.isenabled(), "as it was"
+        gc.enable()
+        with pytest.raises(RuntimeError), _nothing_collected():
+            assert not gc.isenabled()
+            raise RuntimeError
+        assert gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_block_tables_on_the_device_are_those_of_the_batch_after_any_history():

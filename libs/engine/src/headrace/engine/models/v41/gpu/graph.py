@@ -6,8 +6,10 @@ replay runs the pass anew.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +93,18 @@ def _warm_up_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """A capture is void if another graph is destroyed meanwhile, which the collector of garbage may do at any time."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
 class Graph:
     """A captured pass of one shape. `run` launches it on these very tensors, one for each of `values`. Of block tables, which
     are much the same in every step, only what is new is written.
@@ -106,8 +120,8 @@ class Graph:
     ) -> None:
         self.tables = next((value for value in values if isinstance(value, SentTables)), None)
         arrays = [value.array if value is self.tables else value for value in values]
-        self.inputs = [torch.as_tensor(array).to(device, copy=True) for array in arrays]
-        self.run = lambda: run(*self.inputs)
+        inputs = self.inputs = [torch.as_tensor(array).to(device, copy=True) for array in arrays]
+        self.run = lambda: run(*inputs)  # not of `self`: a graph is to end with its last name
         self.graph: torch.cuda.CUDAGraph | None = None
         if device.type != "cuda":
             return
@@ -120,7 +134,7 @@ class Graph:
                 self.run()
         torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
+        with _nothing_collected(), torch.cuda.graph(self.graph, pool=pool):
             self.out = self.run()
 
     @property
