@@ -6,8 +6,9 @@ Everything of `V41Gpu.forward` runs, from segments to the inputs of a captured p
 itself gives zeros. Sequences move on by a token a step and get their tables as the scheduler gives them: a new list each time,
 with another block every 128 tokens. A model of the smallest dimensions does: nothing here depends on widths, but for Engram's
 memory. Reported per batch and context, in microseconds of a step: the median and the slowest tenth by the clock, and processor
-time of all threads, which other work on the machine changes least. `--device cuda` counts staging in pinned memory and starting
-copies; the default, a CPU, counts plain copies in their place.
+time of all threads, which other work on the machine changes least; and processor time of a step that was prepared, before its
+tokens are known (`prepare_us`, which an engine hides behind the step before) and behind that (`behind_us`). `--device cuda`
+counts staging in pinned memory and starting copies; the default, a CPU, counts plain copies in their place.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ class Decoding:
         self.position += 1
         return out
 
-    def seconds(self) -> tuple[float, float]:
-        """Of the host, for one step: by the clock, and of processors."""
-        segments = self.segments()
+    def seconds(self, prepared: bool = False) -> tuple[float, float, float]:
+        """Of the host, for one step: by the clock and of processors behind what is prepared, and of processors for that."""
+        segments, began = self.segments(), time.process_time()
+        if prepared:
+            self.model.prepare(segments, self.kv, self.states)
         cpu, start = time.process_time(), time.perf_counter()
         self.model.forward(segments, self.kv, self.states)
-        spent = time.perf_counter() - start, time.process_time() - cpu
+        spent = time.perf_counter() - start, time.process_time() - cpu, cpu - began
         wait(self.model.device)
         return spent
 
@@ -78,10 +81,15 @@ def without_device(model: V41Gpu) -> V41Gpu:
 
 def measure(model: V41Gpu, batch: int, context: int, times: int) -> dict[str, Any]:
     decoding = Decoding(model, batch, context)
-    for _ in range(3):
-        decoding.seconds()
-    clock, cpu = (np.array(spans) * 1e6 for spans in zip(*(decoding.seconds() for _ in range(times)), strict=True))
-    return {"host_us": float(np.median(clock)), "slow_us": float(np.quantile(clock, 0.9)), "cpu_us": float(np.median(cpu))}
+    runs = []
+    for prepared in (False, True):
+        spans = np.array([decoding.seconds(prepared) for _ in range(times + 3)]) * 1e6
+        runs.append(spans[3:].T)
+    (clock, cpu, _), (_, behind, prepare) = runs
+    return {
+        "host_us": float(np.median(clock)), "slow_us": float(np.quantile(clock, 0.9)), "cpu_us": float(np.median(cpu)),
+        "prepare_us": float(np.median(prepare)), "behind_us": float(np.median(behind)),
+    }  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
