@@ -340,7 +340,7 @@ logits = torch.randn(9, 50)
 logits[3, 7:] = -torch.inf
 logits[4, [20, 30]] = 9.0
 kinds = [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 1e-6}, {}, {"temperature": 0.0}, {"top_p": 0.5}, {"min_p": 0.3},
-         {"top_k": 5, "top_p": 0.9, "temperature": 0.7}, {"seed": 1 << 63}]
+         {"top_k": 5, "top_p": 0.9, "temperature": 0.7}, {"seed": 1 << 63, "top_k": 1 << 40}]
 draws = [Draw(api.SamplingParams(**{"seed": i, **kind}), 0, 5 + i, [], 0) for i, kind in enumerate(kinds)]
 tokens = by_kernel(logits, draws)
 best = logits.argmax(-1)

@@ -153,7 +153,7 @@ def by_kernel(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     table[:2].reshape(-1).view(np.int64)[:] = _keys(draws)
     temperatures = [0.0 if draw.greedy else draw.params.temperature for draw in draws]
     table[2:5].view(np.float32)[:] = temperatures, [p.top_p for p in params], [p.min_p for p in params]
-    table[5] = [p.top_k for p in params]
+    table[5] = [min(p.top_k, logits.shape[-1]) for p in params]  # a client may ask for any number
     there = host.to(logits.device, non_blocking=True)
     keys, (temperature, top_p, min_p), top_k = there[:2].view(-1).view(torch.int64), there[2:5].view(torch.float32), there[5]
     filters = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0 for p in params)
