@@ -6,7 +6,6 @@ import json
 import random
 import time
 from collections import Counter, deque
-from contextlib import nullcontext
 
 import pytest
 
@@ -251,7 +250,7 @@ def _record(position: int, floor: int, state: bytes) -> bytes:
     return encode(position, floor, state)
 
 
-STEPPERS = {"a thread of its own": Pipeline, "one thread": lambda core: nullcontext(OneThread(core))}
+STEPPERS = {"a thread of its own": Pipeline, "one thread": OneThread}
 either = pytest.mark.parametrize("steppers", STEPPERS.values(), ids=STEPPERS)
 
 
@@ -295,9 +294,11 @@ def test_the_owner_submits_and_cancels_while_steps_run(grammars, speculation, st
             same(mine, theirs)
 
 
+@pytest.mark.parametrize("planned", [False, True], ids=["later", "in the next step"])
 @pytest.mark.parametrize("break_in", [1, 3, 6])
-def test_in_one_thread_a_step_that_breaks_takes_its_requests_along_and_the_others_go_on(grammars, break_in):
-    """Also those that came while it ran, and whatever the step before it has to tell is told."""
+def test_in_one_thread_a_step_that_breaks_takes_its_requests_along_and_the_others_go_on(grammars, break_in, planned):
+    """Also those that came while it ran, beside its own in the next step or later, and whatever the step before it has to tell
+    is told."""
     core = engine(grammars, async_scheduling=True)
     steps, execute, calls = OneThread(core), core.runner.execute, []
     todo = [_plain(f"r{i}", 6 + i) for i in range(3)]
@@ -305,11 +306,14 @@ def test_in_one_thread_a_step_that_breaks_takes_its_requests_along_and_the_other
 
     def breaks(plan, gone, following):
         calls.append(plan)
-        result = execute(plan, gone, following)  # the next step is planned by then
-        if len(calls) == break_in:
+        if len(calls) != break_in:
+            return execute(plan, gone, following)
+        if planned:
             core.submit(todo[2])
-            raise RuntimeError("the device is gone")
-        return result
+        execute(plan, gone, following)  # the next step is planned by then
+        if not planned:
+            core.submit(todo[2])
+        raise RuntimeError("the device is gone")
 
     core.runner.execute = breaks
     for request in todo[:2]:
@@ -324,6 +328,52 @@ def test_in_one_thread_a_step_that_breaks_takes_its_requests_along_and_the_other
         assert answers[name].choices[0].ids == wanted[name].choices[0].ids[:told]
     same(answers["r2"], wanted["r2"])
     assert steps.step() is None and core.pool.used == 0
+
+
+@pytest.mark.parametrize("part", ["apply", "plan"])
+def test_in_one_thread_what_breaks_beside_a_step_is_not_that_steps_fault(grammars, part):
+    """What cannot be applied takes its own requests along, a plan that cannot be made all; those that come go on."""
+    core = engine(grammars)
+    todo, broken, told = [_plain("first", 3), _plain("r", 9), _plain("later", 4)], [], []
+    wanted = {answer.request: answer for answer in collect(engine(grammars), todo)}
+    owner, name = (core.postprocessor, "commit") if part == "apply" else (core.scheduler, "_queue")
+    inner = getattr(owner, name)
+
+    def breaks(*args):
+        running = core.ledger.running
+        if not broken and len(running) == 2 and len(running[0].ids) == running[0].max_len - 1:  # "first" is only in this one
+            broken.append(1)
+            if part == "plan":  # when it has begun with somebody new
+                core.submit(todo[2])
+                inner(*args)
+            raise RuntimeError("a fault")
+        return inner(*args)
+
+    setattr(owner, name, breaks)
+    with OneThread(core) as steps:
+        step = steps.step
+        collect(core, todo[:2], step=lambda: told.append(step()) or told[-1])
+        failed = {e.request: e.message for events in told for e in events if isinstance(e, api.Failed)}
+        assert set(failed) == {request.request for request in todo[: 2 + (part == "plan")]}
+        assert all("a fault" in message for message in failed.values())
+        check(core)
+        same(collect(core, todo[2:], step=steps.step)[0], wanted["later"])
+    assert core.pool.used == 0
+
+
+def test_one_thread_gives_up_what_is_under_way(grammars):
+    core = engine(grammars)
+    with pytest.raises(KeyError), OneThread(core) as steps:
+        for request in (_plain("a", 9), _plain("b", 7)):
+            core.submit(request)
+        steps.step()
+        assert len(core._plans) == 2
+        raise KeyError
+    for name in ("a", "b"):
+        core.cancel(name)
+    check(core)
+    same(*(collect(c, [_plain("c", 5)])[0] for c in (core, engine(grammars))))
+    assert core.pool.used == 0
 
 
 def _plain(name: str, tokens: int) -> api.EngineRequest:

@@ -22,7 +22,7 @@ def join(plan: Plan, eos: frozenset[int], windows: Windows, speculator: Speculat
         return set()
     result = before.result
     if result is None:
-        gone = set(before.members)
+        gone = set(before.sequences())  # its failure may be known already: then it has no members
     else:
         gone, said = _outcome(before, result, eos)
         for sample in plan.samples:

@@ -204,7 +204,7 @@ class EngineCore:
     def _behind(self, plan: Plan, over: Callable[[], bool]) -> Plan | None:
         """The plan that another thread makes while this one runs, unless it runs no more. What is in the queue is whole."""
         while self.depth > 1:
-            plans = self._plans
+            plans = list(self._plans)  # at once: the owner applies the step before meanwhile
             if len(plans) > 1 and plans[0] is plan:
                 return plans[1]
             if over():

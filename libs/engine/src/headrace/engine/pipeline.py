@@ -63,43 +63,73 @@ class Pipeline:
 
 class OneThread:
     """When a step has been told to the device, the one before it is applied and the next one planned: while the device works,
-    and without another thread to wait for. Where nothing works by itself the order is the same, and nothing is saved."""
+    and without another thread to wait for. Where nothing works by itself the order is the same, and nothing is saved.
+
+    What breaks then is not the step under way: an applied step takes its own requests along, a plan that cannot be made all.
+    Leaving its context, it gives up what is under way."""
 
     def __init__(self, engine: EngineCore) -> None:
         self.engine = engine
         self._next: Any | None = None  # planned, not executed
         self._done: tuple[Any, Any] | None = None  # executed, not applied
+        self._events: list[api.Event] | None = None  # of what was applied or failed, not told
+
+    def __enter__(self) -> OneThread:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._apply()
+        if self._next is not None:
+            plan, self._next = self._next, None
+            self._fail(plan, RuntimeError("it was given up"))
 
     def step(self) -> list[api.Event] | None:
         """Execute a step. The events of the one before it; None when nothing can run and nothing is left to tell."""
         if self._next is None:
-            self._next = self.engine.plan()
-        while self._next is not None:
-            events = self._execute()
-            if events is not None:
-                return events
-        return self._apply()
+            self._plan()
+        while self._next is not None and self._events is None:
+            self._execute()
+        if self._events is None:
+            self._apply()
+        events, self._events = self._events, None
+        return events
 
-    def _execute(self) -> list[api.Event] | None:
-        plan, self._next, events = self._next, None, None
+    def _execute(self) -> None:
+        plan, self._next = self._next, None
 
         def meanwhile(_: Callable[[], bool]) -> Any | None:
-            nonlocal events
-            events = self._apply()
-            self._next = self.engine.plan() if self.engine.depth > 1 else None
+            self._apply()
+            if self.engine.depth > 1:
+                self._plan()
             return self._next
 
         try:
             result = self.engine.execute(plan, meanwhile)
         except BaseException as error:
-            told = [*(events or ()), *(self._apply() or ()), *self.engine.fail(plan, error)]
-            if not isinstance(error, Exception):  # interrupted by the user
-                raise
-            return told
-        events = self._apply() if events is None else events  # nobody called
-        self._done = plan, result
-        return events
+            self._apply()
+            self._fail(plan, error)
+        else:
+            self._apply()  # nobody called
+            self._done = plan, result
 
-    def _apply(self) -> list[api.Event] | None:
+    def _plan(self) -> None:
+        try:
+            self._next = self.engine.plan()
+        except BaseException as error:
+            self._fail(None, error)
+
+    def _apply(self) -> None:
         done, self._done = self._done, None
-        return None if done is None else self.engine.apply(*done)
+        if done is not None:
+            try:
+                self._tell(self.engine.apply(*done))
+            except BaseException as error:
+                self._fail(done[0], error)
+
+    def _fail(self, plan: Any | None, error: BaseException) -> None:
+        self._tell(self.engine.fail(plan, error))
+        if not isinstance(error, Exception):  # interrupted by the user
+            raise error
+
+    def _tell(self, events: list[api.Event]) -> None:
+        self._events = [*(self._events or ()), *events]

@@ -187,6 +187,7 @@ class ToyModel:
     def _segment(self, segment: Segment, kv: KVPool, states: ToyStates) -> list[torch.Tensor]:
         slot, start, stop = segment.slot, segment.start, segment.stop
         assert stop <= len(segment.block_table) * self.spec.block_tokens, "the block table is too short"
+        assert min(segment.ids) >= 0, f"slot {slot} runs a token that is not known: {segment.ids}"
         fresh = segment.window_floor == start and states.next[slot] == 0
         assert fresh or states.next[slot] == start, f"slot {slot} is at {states.next[slot]}; rows begin at {start}"
         ids = np.array([*segment.prev_ids, *segment.ids], dtype=np.int64).view(np.uint64)
