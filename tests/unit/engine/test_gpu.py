@@ -280,23 +280,28 @@ def test_the_bound_of_a_step_counts_what_takes_longer():
 
 
 def test_a_pass_that_was_prepared_has_the_inputs_of_one_that_was_not():
-    """Whatever happens between the two: rows that are gone, that begin elsewhere, slots that were reset, other passes."""
+    """Whatever happens between the two: rows that are gone, that begin elsewhere, slots that were reset, other passes. And rows
+    that decoder layers do not run on, or that see less there."""
     twins, calls = [], ([], [])
     for seen in calls:
         model = without_device(build(configure(SMALL, 6, 4), torch.device("cpu")))
 
         def run(inputs, kv, states, until=None, seen=seen, model=model):
-            rows = inputs.rows
-            seen.append([inputs.ids, rows.matrix, rows.tables, *inputs.memory.values()])
-            return inputs.ids[:, None].expand(-1, model.hidden_size).to(model.dtype)
+            rows, ids = inputs.rows, inputs.ids
+            seen.append([ids, rows.matrix, rows.tables, *inputs.memory.values()])
+            if inputs.decoder is not None:
+                seen[-1] += [inputs.decoder[0].matrix, inputs.decoder[1]]
+                ids = ids[inputs.decoder[1]]
+            return ids[:, None].expand(-1, model.hidden_size).to(model.dtype)
 
         model.run = run
         twins.append((model, KVPool(model.spec, 64), model.new_states(8)))
     draw, used = random.Random(4), 0
     starts, tables = [draw.randrange(100, 300) for _ in range(8)], [[8 * slot] for slot in range(8)]
-    for _ in range(120):
+    for _ in range(200):
         slots = sorted(draw.sample(range(8), draw.choice([3, 4, 4, 4])))
-        event, resets = draw.choice(["", "", "", "gone", "moved", "reset", "copy"]), draw.choice(slots)
+        events = [*[""] * 6, "gone", "moved", "reset", "copy", "decoder later", "decoder since"]
+        event, resets = draw.choice(events), draw.choice(slots)
         for slot in slots:
             while len(tables[slot]) * 128 <= starts[slot] + 1:
                 tables[slot] = [*tables[slot], 8 * slot + len(tables[slot]) % 8]
@@ -307,6 +312,10 @@ def test_a_pass_that_was_prepared_has_the_inputs_of_one_that_was_not():
             segments = [
                 Segment(slot, starts[slot], [-1], [5, 6, slot], tables[slot], outputs=[starts[slot]], **floor) for slot in slots
             ]
+            if event == "decoder later":  # rows of a prompt in class `bounded`
+                segments[0].decoder_floor, segments[0].outputs = starts[slots[0]] + 1, []
+            elif event == "decoder since":
+                segments[0].decoder_floor = starts[slots[0]] - 2
             if number:
                 model.prepare(segments, kv, states)
                 ready = model._ready
@@ -324,7 +333,8 @@ def test_a_pass_that_was_prepared_has_the_inputs_of_one_that_was_not():
         used += ready is not None and event == ""
         for segment in segments:
             starts[segment.slot] = segment.stop
-        assert torch.equal(*results) and results[0][:, 0].tolist() == [float(s.ids[0]) for s in segments]
+        assert torch.equal(*results) and results[0][:, 0].tolist() == [float(s.ids[0]) for s in segments if s.outputs]
+        assert len(calls[0][-1]) == len(calls[1][-1])
         assert all(torch.equal(a, b) for a, b in zip(calls[0][-1], calls[1][-1], strict=True))
         assert twins[0][2].first == twins[1][2].first and twins[0][2].next == twins[1][2].next
     assert used > 30

@@ -8,7 +8,7 @@ functions uncaptured. Knows layers and rows; policy, requests and sampling are o
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,12 +198,13 @@ class V41Gpu:
         device works on the pass before. It is used if the next `forward` has these very segments and finds states as they are
         known now; if not, nothing is lost."""
         self._ready = None
-        if not self.graphs or not segments or any(len(s.ids) != 1 or s.images for s in segments):
+        if not self.graphs or not segments or any(len(s.ids) != 1 or s.images or s.start < s.decoder_floor for s in segments):
             return
         check_batch(segments, states)
         slots, starts = [s.slot for s in segments], [s.start for s in segments]
         floors = [states.oldest(phase, slots, starts) for phase in (ENCODER, DECODER)]
-        pieces, kept = (self._single_rows(segments, firsts) for firsts in floors)
+        given = [s.window_floor for s in segments], [max(s.window_floor, s.decoder_floor) for s in segments]
+        pieces, kept = (self._single_rows(segments, map(max, *lows)) for lows in zip(floors, given, strict=True))
         if pieces != kept:
             return
         host, blocks = self._host(pieces, segments, states, True), self._blocks(pieces)
@@ -214,11 +215,10 @@ class V41Gpu:
             outputs = self._upload(_places(pieces, segments))
             self._ready = Ready(list(segments), starts, pieces, floors, graph, _memory_of(kv, states), outputs)
 
-    def _single_rows(self, segments: Sequence[Segment], firsts: Sequence[int]) -> list[Piece]:
+    def _single_rows(self, segments: Sequence[Segment], floors: Iterable[int]) -> list[Piece]:
         window = self.config.sliding_window
         return [
-            piece_of(i, s.start, s.start + 1, max(first, s.window_floor), window)
-            for i, (s, first) in enumerate(zip(segments, firsts, strict=True))
+            piece_of(i, s.start, s.start + 1, floor, window) for i, (s, floor) in enumerate(zip(segments, floors, strict=True))
         ]
 
     @torch.inference_mode()
