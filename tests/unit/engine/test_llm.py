@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,45 @@ def test_an_interrupted_call_leaves_nothing_behind(llm, monkeypatch):
         llm.generate(["one", "two"], GREEDY)
     assert not llm.engine.has_work() and llm.engine.pool.used == 0
     assert len(llm.generate("three", GREEDY)[0].choices[0].ids) == 6
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["steps that wait", "planned ahead"])
+@pytest.mark.parametrize("call", [1, 2, 4])
+@pytest.mark.parametrize("part", ["pool.release", "pool.allocate", "ledger.end", "postprocessor._leave_step", "runner._gather"])
+def test_ctrl_c_waits_until_the_books_of_an_engine_are_whole(llm, monkeypatch, ahead, call, part):
+    """Wherever it comes: the object serves other calls as if nothing had been."""
+    owner, calls = getattr(llm.engine, part.split(".")[0]), []
+
+    def interrupt(*args):
+        calls.append(1)
+        out = inner(*args)
+        if len(calls) == call:
+            signal.raise_signal(signal.SIGINT)
+        return out
+
+    name = part.split(".")[1]
+    inner = getattr(owner, name)
+    monkeypatch.setattr(llm, "_ahead", ahead)
+    prompts, params = ["one", "two", "three", "four"], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    wanted = llm.generate(prompts, params)
+    monkeypatch.setattr(owner, name, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, params)
+    assert len(calls) >= call and not llm.engine.has_work() and llm.engine.pool.used == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert [a.choices for a in llm.generate(prompts, params)] == [a.choices for a in wanted]
+
+
+def test_a_second_ctrl_c_does_not_wait(llm, monkeypatch):
+    def forward(*_):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        pytest.fail("nobody broke in")
+
+    monkeypatch.setattr(llm.engine.runner.model, "forward", forward)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["one"], GREEDY)
+    assert not llm.engine.has_work() and llm.engine.pool.used == 0
 
 
 def test_progress_is_shown_when_asked(llm, capsys):

@@ -9,9 +9,12 @@ Knows the step loop and the tokenizer. Does not know chat templates, text stops 
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,26 +61,54 @@ def collect(
     step = step or engine.step
     answers = {r.request: Answer(r.request, list(r.ids), [Choice() for _ in range(r.sampling.n)]) for r in requests}
     bar = _Progress(sum(r.sampling.n for r in requests)) if progress else None
-    for request in requests:
-        try:
-            engine.submit(request)
-        except ValueError as error:
-            answers[request.request].error = str(error)
-    try:
-        while engine.has_work():
-            events = step()
-            assert events is not None, f"nothing can run, and nobody else holds memory: {engine.stats()}"
-            for event in events:
-                if event.request in answers:
-                    _note(answers[event.request], event)
-            if bar:
-                bar.show(answers.values())
-    finally:  # interrupted: nothing of this call stays behind
+    with _between_steps() as interrupted:
         for request in requests:
-            engine.cancel(request.request)
-        if bar:
-            bar.end(answers.values())
+            try:
+                engine.submit(request)
+            except ValueError as error:
+                answers[request.request].error = str(error)
+        try:
+            while engine.has_work():
+                interrupted()
+                events = step()
+                assert events is not None, f"nothing can run, and nobody else holds memory: {engine.stats()}"
+                for event in events:
+                    if event.request in answers:
+                        _note(answers[event.request], event)
+                if bar:
+                    bar.show(answers.values())
+        finally:  # interrupted: nothing of this call stays behind
+            for request in requests:
+                engine.cancel(request.request)
+            if bar:
+                bar.end(answers.values())
     return list(answers.values())
+
+
+@contextmanager
+def _between_steps() -> Iterator[Callable[[], None]]:
+    """Ctrl-C takes effect where the given function is called, and a second one at once: an engine's books are whole between two
+    steps only, and it is to serve other calls. Handlers that are not Python's own are left alone."""
+    came = []
+
+    def note(number: int, _: object) -> None:
+        interrupted()
+        came.append(number)
+
+    def interrupted() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    here = threading.current_thread() is threading.main_thread()
+    own = here and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if own:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        if own:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupted()
 
 
 def _note(answer: Answer, event: api.Event) -> None:
@@ -127,7 +158,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_file(str(file)) if file.exists() else None
         grammars = Grammars(file, model.vocab_size, model.eos_token_ids) if self.tokenizer else None
         self.engine = EngineCore(model, api.EngineConfig(**{"model_name": path.name, **config}), grammars=grammars)
-        self._step = self.engine.step if device == "cpu" else OneThread(self.engine).step
+        self._ahead = device != "cpu"  # which works while steps are planned
         self._requests = 0
 
     def generate(
@@ -153,7 +184,8 @@ class LLM:
             self._requests += 1
             ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
             requests.append(api.EngineRequest(f"offline-{self._requests}", ids, [], sampling, namespace))
-        answers = collect(self.engine, requests, progress, self._step)
+        with OneThread(self.engine) if self._ahead else nullcontext(self.engine) as steps:
+            answers = collect(self.engine, requests, progress, steps.step)
         if self.tokenizer:
             for choice in (choice for answer in answers for choice in answer.choices):
                 choice.text = self.tokenizer.decode(choice.ids)
