@@ -358,6 +358,8 @@ assert tokens.dtype == torch.int64 and tokens[:3].tolist() == best[:3].tolist() 
 assert tokens.tolist() == [int(by_kernel(logits[i : i + 1], draws[i : i + 1])) for i in range(9)]
 assert by_kernel(logits[:1], draws[:1]).tolist() == best[:1].tolist()  # nobody draws
 p = torch.tensor([0.45, 0.3, 0.15, 0.07, 0.03])
+for kind in ({"top_p": 1e-60}, {"top_p": 1e-40, "top_k": 7}):  # 0 in fp32
+    assert by_kernel(logits[:1], [Draw(api.SamplingParams(**kind), 0, 5, [], 0)]).tolist() == best[:1].tolist()
 for kind, left in (({"temperature": 0.5}, p**2), ({"min_p": 0.2}, p[:3])):
     many = [Draw(api.SamplingParams(seed=s, **kind), 0, s % 7, [], 0) for s in range(150)]
     counts = np.bincount(by_kernel(p.log().expand(150, -1).contiguous(), many).numpy(), minlength=5)

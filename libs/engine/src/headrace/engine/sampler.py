@@ -28,6 +28,7 @@ from .api import SamplingParams
 from .sequence import Chosen
 
 GREEDY_BELOW = 1e-5  # temperatures below this are 0
+LEAST = 1e-30  # top_p of a kernel: its product with a mass must not be 0 in fp32, for then nobody would be chosen from
 CACHE_ENTRIES = 1 << 17  # logits that a CPU works on at once: more would leave its cache (half the speed, measured)
 CANDIDATES = 1024  # first look for top-p: nearly always enough, and rows that need more get the whole vocabulary
 
@@ -152,7 +153,7 @@ def by_kernel(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     table = host.numpy()
     table[:2].reshape(-1).view(np.int64)[:] = _keys(draws)
     temperatures = [0.0 if draw.greedy else draw.params.temperature for draw in draws]
-    table[2:5].view(np.float32)[:] = temperatures, [p.top_p for p in params], [p.min_p for p in params]
+    table[2:5].view(np.float32)[:] = temperatures, [max(p.top_p, LEAST) for p in params], [p.min_p for p in params]
     table[5] = [min(p.top_k, logits.shape[-1]) for p in params]  # a client may ask for any number
     there = host.to(logits.device, non_blocking=True)
     keys, (temperature, top_p, min_p), top_k = there[:2].view(-1).view(torch.int64), there[2:5].view(torch.float32), there[5]
