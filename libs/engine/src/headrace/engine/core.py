@@ -232,7 +232,7 @@ class EngineCore:
         if plan is None:
             return None
         try:
-            result = self.execute(plan)
+            result = self.execute(plan, lambda _: None)  # nobody plans meanwhile
         except BaseException as error:
             events = self.fail(plan, error)
             if not isinstance(error, Exception):  # interrupted by the user
