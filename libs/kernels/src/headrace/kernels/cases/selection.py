@@ -13,9 +13,9 @@ from headrace.kernels.topk import topk, topk_reference
 
 def cases() -> Iterator[Case]:
     for candidates in (False, True):
-        for rows, page in ((3, 16), (4, 16), (5, 32)):  # tiles of 32 entries: over pages, and inside one
+        for rows, page in ((3, 16), (4, 32)):  # fewer entries than a tile has, over pages
             yield index(rows, 16, 50, candidates, "small", page=page)
-        for rows, page in ((5, 16), (8, 128), (14, 64)):  # tiles of 64 and 128, two a program, so too
+        for rows, page in ((5, 64), (8, 128), (14, 64)):  # tiles of 64 and 128, two a program, in a page and over two
             yield index(rows, 32, 300, candidates, "small", page=page)
         yield index(17, 32, 3000, candidates, "full")
     yield index(128, 32, 16384, False, "full", timed=True)
