@@ -5,9 +5,9 @@
 # runs; the status is the number of steps that failed. Ends with a table: step, status, seconds.
 #
 #   check       every kernel against its reference, in PARTS processes          240 s at most
-#   path        the V4.1 path against the CPU's, and batch invariance           120
+#   path        the V4.1 path against the CPU's, batch invariance, the engine    480
 #   kernels     every kernel beside its peers, as far as they are installed     150
-#   decode      decode steps and prefill against the roofline                   200
+#   decode      decode steps, prefill and the whole engine, against the device   260
 #   drafts      throughput by the policy on measured times                      120
 #   engine      the same by the whole engine (batch 1, 8, 64)                   150
 #   host        the host's work of a step                                       60
@@ -56,9 +56,9 @@ check() {
 for one in "$@"; do
     case $one in
     check) check ;;
-    path) step path 120 $gpu.check --rows 100 ;;
+    path) step path 480 $gpu.check --rows 100 ;;
     kernels) step kernels 150 $kernels.bench --json ;;
-    decode) step decode 200 $gpu.bench --json --batch 64,128,256,8,1 ;;
+    decode) step decode 260 $gpu.bench --json --batch 64,128,256,8,1 --engine 8,64,128,256 ;;
     apart) step apart 150 $gpu.bench --json --batch 64 --context 4096 --prefill 0 --parts 64 --apart :swiglu:rope:combine:gather:plan:all ;;
     drafts) step drafts 120 $gpu.bench_drafts --json ;;
     engine) step engine 150 $gpu.bench_drafts --engine --json --batch 1,8,64 --profile 0.8,0.7,0.6,0.5,0.4 ;;
