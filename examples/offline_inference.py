@@ -60,4 +60,7 @@ def show(answer) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the answers that were not shown are lost")

@@ -391,8 +391,12 @@ def test_the_policy_can_be_looked_at_on_times_that_were_measured_before(tmp_path
         assert bench_drafts.main(["--curves", str(path), "--batch", "1", "--profile", ",".join([chance] * 5), "--json"]) == 0
         row = json.loads(capsys.readouterr().out.splitlines()[0])
         assert row["scheduled"] > 0.95 * row[better] and max(row["none"], row["full"]) == row[better]
-    command = ["--curves", str(path), "--batch", "1", "--engine", "--seconds", "0.2", "--prompt", "8", "--json"]
-    assert bench_drafts.main(command) == 0  # the whole engine, its device only takes its time
+    command = ["--curves", str(path), "--batch", "1", "--engine", "--seconds", "0.2", "--prompt", "8"]
+    command += ["--profile", ",".join(["0.9"] * 5)]
+    assert bench_drafts.main(command) == 0
+    text = capsys.readouterr().out
+    assert "ms none: schedule 0." in text and "worst_of_best: policy" in text
+    assert bench_drafts.main([*command, "--json"]) == 0  # the whole engine, its device only takes its time
     row = next(row for line in capsys.readouterr().out.splitlines() if "engine" in (row := json.loads(line)))
     assert row["ms"]["none"]["logits"] + row["ms"]["none"]["forward"] >= 3.0 and row["length_full"] > 1.5
 

@@ -154,3 +154,12 @@ def test_what_lies_between_the_parts_of_a_step_is_of_one_run_and_never_less_than
         parts = sum(run[part] for part in bench.STEP_PARTS)
         assert run["between"] == pytest.approx(run["decode"] - parts) and run["between"] >= 0
         assert bench._figures(run, 2, args)["step_ms"]["between"] == round(1e3 * run["between"] / run["steps"], 4)
+
+
+@pytest.mark.parametrize(("given", "wanted"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_threads_that_wait_leave_the_cores_to_others_unless_the_user_wants_it_otherwise(given, wanted):
+    """Settled before torch is loaded, which reads it once."""
+    code = "import os, sys, headrace.engine; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.split() == [wanted, "False"]

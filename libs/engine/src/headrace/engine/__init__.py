@@ -8,9 +8,14 @@ Loads no torch by itself: the contract in `api` is also that of the simulated en
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from .api import EngineConfig, EngineRequest, Grammar, Role, SamplingParams
+
+# Read when torch is loaded. Threads that wait for the next operator by spinning take the cores that others need: beside one
+# busy process on two cores steps took many times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
     from .core import EngineCore

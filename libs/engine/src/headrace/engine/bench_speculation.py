@@ -24,6 +24,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -128,7 +129,10 @@ def measure(path: Any, args: argparse.Namespace) -> dict:
         Runner.clock = staticmethod(time.process_time)
     measured = serve if args.prompts else ways_of
     try:
-        batches = {str(size): measured(model, size, args) for size in args.batch}
+        batches = {}
+        for size in args.batch:
+            print(f"batch {size}: each of {', '.join(WAYS)} in turns", file=sys.stderr)
+            batches[str(size)] = measured(model, size, args)
     finally:
         Runner.clock = staticmethod(usual)
     return {

@@ -70,8 +70,6 @@ def _real(settings: WorkerSettings, role: str, register: Register) -> api.Engine
             "'cpu' so far; on a GPU the engine runs offline (headrace bench engine --device cuda, headrace.engine.LLM)"
         )
     os.environ.setdefault("OMP_NUM_THREADS", str(settings.compute_threads))
-    # Threads that wait for the next operator by spinning take the cores that the loop, the gateway and other lanes need.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     started = time.monotonic()
     log.info("importing torch")
     import torch

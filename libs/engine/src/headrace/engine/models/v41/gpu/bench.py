@@ -543,7 +543,9 @@ class Rows:
             print(json.dumps(row), flush=True)
             return
         tables = {name: row[name] for name in row if isinstance(row[name], dict)}
-        plain = {name: value for name, value in row.items() if name not in tables}
+        for name in [name for name, table in tables.items() if any(isinstance(value, dict) for value in table.values())]:
+            tables |= {f"{name} {key}": inner for key, inner in tables.pop(name).items()}
+        plain = {name: value for name, value in row.items() if not isinstance(value, dict)}
         print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in plain.items()), flush=True)
         for name, values in tables.items():
             scale, unit = (1e6, " MB") if name == "bytes" else (1, "")

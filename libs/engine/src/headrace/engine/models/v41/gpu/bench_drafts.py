@@ -212,6 +212,8 @@ def main(arguments: list[str] | None = None) -> int:
             worst["engine"] = engine_by_clock(*measured, options, rows)
         rows.say({"worst_of_best": worst})
         return int(rows.failed > 0)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device is visible; --curves takes measured times in its place (benchmarks/h200-curves.jsonl)")
     device = device_of(parser, options)
     config = configure(SMALL if options.small else RELEASED, options.layers, options.experts, draft=True)
     model = build(config, device, not options.eager, not options.plain)
