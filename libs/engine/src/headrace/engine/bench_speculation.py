@@ -153,7 +153,7 @@ def ways_of(model, size: int, args: argparse.Namespace) -> dict[str, dict[str, f
     gc.collect()
     gc.freeze()  # as services do: else each step pays for looking through what the process has loaded
     end = time.monotonic() + args.seconds * len(ways)
-    while time.monotonic() < end and not any(way.over for way in ways.values()):
+    while (time.monotonic() < end or not all(way.rates for way in ways.values())) and not any(w.over for w in ways.values()):
         for way in ways.values():
             _turn(way, size, SLICE)
     if any(not way.rates for way in ways.values()):
