@@ -18,6 +18,8 @@ from headrace.kernels.kv_layouts import PagedKV
 from headrace.kernels.sparse_attention import _sparse_attention_kernel, sparse_attention
 from headrace.kernels.tune_attention import proposal, ranking
 
+from .offline import compiled_for_hopper
+
 SMALL = {"BLOCK_N": 32, "STAGES": 1, "SPREAD": 1, "num_warps": 4}
 DENSE = {"BLOCK_M": 16, "STAGES": 1, "WAVES": 2, "num_warps": 4}
 FORMS = [
@@ -97,25 +99,14 @@ def test_decoding_pairs_gives_every_value_exactly():
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_pairs_compile_for_hopper():
     """Keys of V4.1 are decoded where they were loaded: nothing of a tile's size moves between threads but for the products."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kernel = _sparse_attention_kernel
     constants = {"D": 512, "FORM": 0, "PAGE": 64, "LAYOUT": 1, "EXTRA_PAGE": 64, "EXTRA_LAYOUT": 2, "HAS_EXTRA": True,
                  "HAS_SINK": True, "HAS_ROPE": True, "SPLIT": False, "BLOCK_H": 64, "BLOCK_N": 64, "STAGES": 5, "SPREAD": 1,
                  "PAIRS": True, "WHOLE": True, "EXTRA_WHOLE": True}  # fmt: skip
     pointers = {"scale": "fp32"} | {name: "*bf16" for name in ("q_ptr", "kv16", "extra16", "out_ptr")}
     pointers |= {name: "*i32" for name in ("kv32", "extra32", "index_ptr", "extra_index_ptr")}
-    types = {name: pointers.get(name, "*fp32" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
-    places = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
-    source = ASTSource(
-        kernel,
-        {name: "constexpr" if name in constants else kind for name, kind in types.items()},
-        {places[name]: value for name, value in constants.items()},
-        {places[name]: [["tt.divisibility", 16]] for name in types if name not in ("scale", "tiles_per_split", *constants)},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    odd = ["scale", "tiles_per_split"]
+    compiled = compiled_for_hopper(kernel, constants, pointers, "*fp32", odd, warps=8)
     lines = compiled.asm["ttgir"].splitlines()
     moved = [line for line in lines if "convert_layout" in line and ("64x512xbf16" in line or "64x256xi32" in line)]
     assert len(moved) == 1  # the output

@@ -12,27 +12,17 @@ from headrace.kernels import indexer
 from headrace.kernels._triton import HAVE_TRITON, INTERPRETED
 from headrace.kernels.tune_indexer import difference
 
+from .offline import compiled_for_hopper
+
 
 @pytest.mark.skipif(INTERPRETED or not HAVE_TRITON, reason="nothing compiles without Triton, nor under its interpreter")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(("tile", "page", "candidates"), [(128, 128, 0), (64, 64, 0), (128, 64, 0), (128, 128, 1)])
 def test_keys_reach_the_matrix_unit_from_registers(tile, page, candidates):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kernel = indexer._score_kernel
     constants = {"HEADS": 32, "PAGE": page, "CANDIDATES": bool(candidates), "BLOCK_N": tile, "ALIGNED": 4}
     pointers = {"q_ptr": "*bf16", "weight_ptr": "*fp32", "out_ptr": "*fp32", "pool": "*i32"}
-    types = {name: pointers.get(name, "*i32" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
-    places = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
-    source = ASTSource(
-        kernel,
-        {name: "constexpr" if name in constants else kind for name, kind in types.items()},
-        {places[name]: value for name, value in constants.items()},
-        {places[name]: [["tt.divisibility", 16]] for name in types if name not in constants},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    compiled = compiled_for_hopper(kernel, constants, pointers)
     before, loop = compiled.asm["ttgir"].split("scf.for", 1)
     dots = [line for line in loop.splitlines() if "warp_group_dot " in line]
     assert len(dots) == tile // 16  # of a scale group and 64 keys each

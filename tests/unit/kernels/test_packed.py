@@ -11,6 +11,8 @@ from headrace.kernels import gemm_upcast
 from headrace.kernels._triton import HAVE_TRITON, INTERPRETED
 from headrace.kernels.gemm_upcast import held, pack_words
 
+from .offline import compiled_for_hopper
+
 
 @pytest.mark.parametrize(("name", "largest"), [("mxfp4", 176), ("fp8", 182)])
 def test_largest_scale(name, largest):
@@ -26,25 +28,13 @@ def test_largest_scale(name, largest):
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(("values", "pairs", "gated"), [(8, 1, True), (4, 0, False)])
 def test_compiles_for_hopper(values, pairs, gated):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kernel = gemm_upcast._words_kernel
     constants = {"K": 512, "MODE": 1, "VALUES": values, "X_FP8": False, "SPLIT": False, "BLOCK_M": 16, "BLOCK_N": 64,
                  "ATOMS": 1, "PAIRS": pairs, "STAGES": 3, "HEAD": 0 if gated else 512, "HALF": 32, "GATED": gated,
                  "LIMIT": True, "ROW_WEIGHT": True}  # fmt: skip
     pointers = {"x_ptr": "*bf16", "out_ptr": "*bf16", "limit": "fp32"}
     pointers |= {f"{name}_ptr": "*fp32" for name in ("partial", "row_weight", "cos", "sin")}
-    types = {name: pointers.get(name, "*i32" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
-    places = {name: (kernel.arg_names.index(name),) for name in kernel.arg_names}
-    source = ASTSource(
-        kernel,
-        {name: "constexpr" if name in constants else kind for name, kind in types.items()},
-        {places[name]: value for name, value in constants.items()},
-        {places[name]: [["tt.divisibility", 16]] for name in types if name not in ("limit", *constants)},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    compiled = compiled_for_hopper(kernel, constants, pointers, odd=["limit"])
     dots = [line for line in compiled.asm["ttgir"].splitlines() if "warp_group_dot " in line]
     assert len(dots) == values // 2
     assert all("dot_op<{opIdx = 0" in line for line in dots)  # weights reach the matrix unit from registers

@@ -29,7 +29,7 @@ class Purpose(IntEnum):
     DRAFT = 3
 
 
-def signed(value: int) -> int:
+def _signed(value: int) -> int:
     """The same 64 bits as torch's int64."""
     return value - (1 << 64) if value >> 63 else value
 
@@ -51,7 +51,7 @@ def key(seed: int, choice: int, position: int, purpose: Purpose) -> int:
 
 def keys(parts: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
     """u64 keys -> [R] int64 with the same bits."""
-    return torch.tensor([signed(part) for part in parts], dtype=torch.int64, device=device)
+    return torch.tensor([_signed(part) for part in parts], dtype=torch.int64, device=device)
 
 
 def _shift(value: torch.Tensor, bits: int) -> torch.Tensor:
@@ -61,10 +61,10 @@ def _shift(value: torch.Tensor, bits: int) -> torch.Tensor:
 
 def uniform(stream: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Uniforms of counter `index` in streams `stream` (int64, broadcast together) -> float64 in (0, 1), 53 bits."""
-    value = index * signed(_GAMMA)
-    value = value + (stream + signed(_GAMMA))
-    value = value.bitwise_xor_(_shift(value, 30)).mul_(signed(_MIX1))
-    value = value.bitwise_xor_(_shift(value, 27)).mul_(signed(_MIX2))
+    value = index * _signed(_GAMMA)
+    value = value + (stream + _signed(_GAMMA))
+    value = value.bitwise_xor_(_shift(value, 30)).mul_(_signed(_MIX1))
+    value = value.bitwise_xor_(_shift(value, 27)).mul_(_signed(_MIX2))
     value = value.bitwise_xor_(_shift(value, 31))
     # The highest of 2^53 values plus a half rounds to 2^53: 1 has no Gumbel noise, so it is the next lower double.
     return _shift(value, 11).double().add_(0.5).mul_(2.0**-53).clamp_max_(BELOW_ONE)

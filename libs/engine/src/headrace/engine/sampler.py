@@ -151,7 +151,7 @@ def by_kernel(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     count, params = len(draws), [draw.params for draw in draws]
     host = torch.empty(6, count, dtype=torch.int32, pin_memory=logits.device.type == "cuda")  # one copy for all
     table = host.numpy()
-    table[:2].reshape(-1).view(np.int64)[:] = _keys(draws)
+    table[:2].reshape(-1).view(np.int64)[:] = rng.keys(_keys(draws)).numpy()
     temperatures = [0.0 if draw.greedy else draw.params.temperature for draw in draws]
     table[2:5].view(np.float32)[:] = temperatures, [max(p.top_p, LEAST) for p in params], [p.min_p for p in params]
     table[5] = [min(p.top_k, logits.shape[-1]) for p in params]  # a client may ask for any number
@@ -376,12 +376,12 @@ def _min_p(scores: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def _streams(draws: Sequence[Draw], device: torch.device) -> torch.Tensor:
-    return torch.tensor(_keys(draws), dtype=torch.int64, device=device).unsqueeze(-1)
+    return rng.keys(_keys(draws), device).unsqueeze(-1)
 
 
 def _keys(draws: Sequence[Draw]) -> list[int]:
-    """Of each draw's noise, int64."""
-    return [rng.signed(rng.key(draw.params.seed, draw.choice, draw.position, draw.purpose)) for draw in draws]
+    """Of each draw's noise, u64."""
+    return [rng.key(draw.params.seed, draw.choice, draw.position, draw.purpose) for draw in draws]
 
 
 def _column(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64) -> torch.Tensor:

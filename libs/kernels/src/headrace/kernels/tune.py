@@ -10,12 +10,14 @@ indexer's scores, on more shapes: `tune_indexer`.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -23,6 +25,18 @@ from headrace.kernels import tuning
 from headrace.kernels.bench import input_sets, time_graph
 from headrace.kernels.cases import Case, all_cases
 from headrace.kernels.check import check, relative_error, tensors
+
+
+@contextlib.contextmanager
+def table_says(name: str, config: dict | None) -> Iterator[None]:
+    """Within it every row of a table of `tuning` is this one; None: the table as it is."""
+    kept = getattr(tuning, name)
+    if config is not None:
+        setattr(tuning, name, lambda *_: config)
+    try:
+        yield
+    finally:
+        setattr(tuning, name, kept)
 
 
 def usable_cores() -> int:
@@ -92,7 +106,6 @@ def candidates(case: Case) -> tuple[str, list[dict]] | None:
 def race(case: Case, name: str, configs: list[dict], device: torch.device, until: float) -> list[tuple]:
     """(seconds, worst relative error of an output to that of the tables as they are, configuration), best first."""
     problems = input_sets(case, device)
-    kept = getattr(tuning, name)
 
     def outputs() -> list[torch.Tensor]:
         problem = case.build(device, 0) if case.op == "rope" else problems[0]  # rope turns its input where it lies
@@ -103,14 +116,12 @@ def race(case: Case, name: str, configs: list[dict], device: torch.device, until
     for config in configs:
         if time.monotonic() > until:
             break
-        setattr(tuning, name, lambda *_, config=config: config)
         try:
-            error = max(relative_error(a, b) for a, b in zip(outputs(), now, strict=True))
-            results.append((time_graph([p.run for p in problems]), error, config))
+            with table_says(name, config):
+                error = max(relative_error(a, b) for a, b in zip(outputs(), now, strict=True))
+                results.append((time_graph([p.run for p in problems]), error, config))
         except Exception as failure:  # a configuration may not fit the device
             results.append((float("inf"), 0.0, config | {"error": f"{type(failure).__name__}: {failure}"[:90]}))
-        finally:
-            setattr(tuning, name, kept)
     return sorted(results, key=lambda r: r[0])
 
 
@@ -121,16 +132,14 @@ def try_checks(chosen: dict[str, tuple[str, list[dict]]], device: torch.device, 
         if case.timed or case.op not in chosen:
             continue
         name, configs = chosen[case.op]
-        kept = getattr(tuning, name)
         for config in configs:
             if time.monotonic() > until:
                 late = f"{case.op}: {case.name}"
                 print(json.dumps({"out of time": late, "checks": done, "failed": failures}) if as_json else
                       f"out of time at the check of {late}; {done} done")  # fmt: skip
                 return failures
-            setattr(tuning, name, lambda *_, config=config: config)
-            result = check(case, device)
-            setattr(tuning, name, kept)
+            with table_says(name, config):
+                result = check(case, device)
             done += 1
             if not result["ok"]:
                 failures += 1
@@ -160,7 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen: dict[str, tuple[str, list[dict]]] = {}
     pairs = 0
     if options.processes:
-        compile_in_processes(options.only, options.processes, options.seconds / 2)
+        module = "headrace.kernels.tune", "--only", options.only, "--warm"
+        compile_in_processes(options.processes, options.seconds / 2, *module)
     for case in all_cases():
         found = candidates(case)
         if not case.timed or found is None or not any(w in f"{case.op}: {case.name}" for w in wanted):
@@ -202,11 +212,11 @@ def rows(case: Case, results: list[tuple], copy: float) -> list[dict]:
     return found
 
 
-def compile_in_processes(only: str, count: int, seconds: float) -> None:
-    """This module's --warm in so many processes; those that are not done after so long are ended."""
+def compile_in_processes(count: int, seconds: float, *module: str) -> None:
+    """`python -m` a module and its arguments, the last of which asks for a part (I/N), in so many processes; those that are not
+    done after so long are ended."""
     until = time.monotonic() + seconds
-    command = [sys.executable, "-m", "headrace.kernels.tune", "--only", only, "--warm"]
-    running = [subprocess.Popen([*command, f"{i}/{count}"]) for i in range(count)]
+    running = [subprocess.Popen([sys.executable, "-m", *module, f"{i}/{count}"]) for i in range(count)]
     for process in running:
         try:
             process.wait(max(0.0, until - time.monotonic()))
@@ -219,14 +229,12 @@ def compile_all(case: Case, name: str, configs: list[dict], device: torch.device
     if not configs:
         return
     problem = case.build(device, 0)
-    kept = getattr(tuning, name)
     for config in configs:
-        setattr(tuning, name, lambda *_, config=config: config)
         try:
-            problem.run()
+            with table_says(name, config):
+                problem.run()
         except Exception as error:
             print(f"warm {case.op}: {case.name}: {config}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
-    setattr(tuning, name, kept)
     torch.cuda.synchronize()
 
 

@@ -16,12 +16,11 @@ import time
 
 import torch
 
-from headrace.kernels import tuning
 from headrace.kernels._triton import processor_count
 from headrace.kernels.bench import input_sets, time_graph
 from headrace.kernels.cases import Case, all_cases
 from headrace.kernels.check import check, relative_error, tensors
-from headrace.kernels.tune import grid, usable_cores
+from headrace.kernels.tune import grid, table_says, usable_cores
 
 AGREE = 1e-2  # relative difference of outputs: the bound of the check cases
 
@@ -55,21 +54,6 @@ def kernel_of(case: Case) -> tuple[str | None, bool]:
     """What shapes share, whose kernel is the same: their row, and whether few query rows are split."""
     rows = re.search(r"(\d+) rows", case.name)
     return row_of(case), bool(rows) and int(rows[1]) <= processor_count() // 2
-
-
-class table_says:
-    """Within it, every row of an operation's table is this form."""
-
-    def __init__(self, op: str, form: dict | None):
-        self.op, self.form = op, form
-
-    def __enter__(self) -> None:
-        self.kept = getattr(tuning, self.op)
-        if self.form is not None:
-            setattr(tuning, self.op, lambda *_: self.form)
-
-    def __exit__(self, *_: object) -> None:
-        setattr(tuning, self.op, self.kept)
 
 
 def in_processes(jobs: list[list[str]], until: float) -> list[str]:

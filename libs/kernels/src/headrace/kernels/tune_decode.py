@@ -13,19 +13,18 @@ import dataclasses
 import functools
 import itertools
 import json
-import subprocess
 import sys
 import time
 
 import torch
 
-from headrace.kernels import gemm_upcast, tuning
+from headrace.kernels import gemm_upcast
 from headrace.kernels.bench import measure_ceilings, time_graph
 from headrace.kernels.cases import generator, randn, random_fp8
 from headrace.kernels.cases.gemm import BYTES
 from headrace.kernels.check import relative_error
 from headrace.kernels.mhc import whole_reference
-from headrace.kernels.tune import usable_cores
+from headrace.kernels.tune import compile_in_processes, table_says, usable_cores
 
 EXPERTS, TOP_K = 96, 6
 CHECKED = 4  # groups whose result is compared
@@ -224,12 +223,8 @@ def _spread(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def with_config(config: dict, call):
     """call() while `tuning` answers `config`."""
-    kept = tuning.gemm_upcast
-    tuning.gemm_upcast = lambda *_: config
-    try:
+    with table_says("gemm_upcast", config):
         return call()
-    finally:
-        tuning.gemm_upcast = kept
 
 
 def compile_part(part: int, parts: int, wanted: list[Shape]) -> None:
@@ -304,13 +299,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("headrace.kernels.tune_decode needs a CUDA device: none is visible", file=sys.stderr)
         return 2
-    command = [sys.executable, "-m", "headrace.kernels.tune_decode", "--only", options.only, "--part"]
-    jobs = [subprocess.Popen([*command, f"{i}/{options.jobs}"]) for i in range(options.jobs)]
-    for job in jobs:
-        try:
-            job.wait(max(0.1, begin + 0.6 * options.seconds - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            job.kill()
+    module = "headrace.kernels.tune_decode", "--only", options.only, "--part"
+    compile_in_processes(options.jobs, 0.6 * options.seconds, *module)
     device = torch.device("cuda")
     copy = measure_ceilings(device)["copy"]
     print(f"compiled after {time.monotonic() - begin:.0f} s; copy {copy / 1e12:.2f} TB/s", flush=True)

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import subprocess
 import sys
 import time
 
@@ -22,7 +21,7 @@ from headrace.kernels.bench import input_sets, time_graph
 from headrace.kernels.cases import Case
 from headrace.kernels.cases import gemm as cases
 from headrace.kernels.check import relative_error, tensors
-from headrace.kernels.tune import usable_cores
+from headrace.kernels.tune import compile_in_processes, table_says, usable_cores
 
 BOUND = 1e-3  # of the tables' results: K may be split at other places
 FEW = 64
@@ -95,14 +94,8 @@ def candidates(shape: Shape) -> list[dict]:
 
 def with_config(config: dict | None, call):
     """call() while `tuning` answers `config`; None: the tables as they are."""
-    if config is None:
+    with table_says("gemm_fp8", config):
         return call()
-    kept = tuning.gemm_fp8
-    tuning.gemm_fp8 = lambda *_: config
-    try:
-        return call()
-    finally:
-        tuning.gemm_fp8 = kept
 
 
 def compile_part(part: int, parts: int, wanted: list[Shape]) -> None:
@@ -185,13 +178,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("headrace.kernels.tune_gemm needs a CUDA device: none is visible", file=sys.stderr)
         return 2
-    command = [sys.executable, "-m", "headrace.kernels.tune_gemm", "--only", options.only, "--part"]
-    jobs = [subprocess.Popen([*command, f"{i}/{options.jobs}"]) for i in range(options.jobs)]
-    for job in jobs:
-        try:
-            job.wait(max(0.1, begin + 0.6 * options.seconds - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            job.kill()
+    module = "headrace.kernels.tune_gemm", "--only", options.only, "--part"
+    compile_in_processes(options.jobs, 0.6 * options.seconds, *module)
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
     device, rows = torch.device("cuda"), []
     for shape in wanted:

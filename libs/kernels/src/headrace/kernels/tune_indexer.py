@@ -10,20 +10,18 @@ shape, best first, and JSON of everything last. It changes no table. Needs a GPU
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
 import time
 
 import torch
 
-from headrace.kernels import tuning
 from headrace.kernels.bench import time_graph
 from headrace.kernels.cases import generator, randn
 from headrace.kernels.check import relative_error
 from headrace.kernels.indexer import index_scores, index_scores_reference
 from headrace.kernels.kv_layouts import PagedKV
 from headrace.kernels.quantize import pack_index_record, unpack_index_record
-from headrace.kernels.tune import grid, usable_cores
+from headrace.kernels.tune import compile_in_processes, grid, table_says, usable_cores
 
 BOUND = 1e-4  # of the check cases
 HEADS = 32
@@ -104,20 +102,6 @@ def difference(out: torch.Tensor, expected: torch.Tensor) -> float:
     return relative_error(out.masked_fill(hidden, 0.0), expected.masked_fill(hidden, 0.0))
 
 
-class table_says:
-    """Within it the indexer's table is this form."""
-
-    def __init__(self, form: dict):
-        self.form = form
-
-    def __enter__(self) -> None:
-        self.kept = tuning.indexer
-        tuning.indexer = lambda *_: self.form
-
-    def __exit__(self, *_) -> None:
-        tuning.indexer = self.kept
-
-
 def race(shape: Shape, device: torch.device, until: float) -> list[dict]:
     """Every form that fits into the time: microseconds and error, or why it has none; best first."""
     experiment = Experiment(shape, device)
@@ -129,7 +113,7 @@ def race(shape: Shape, device: torch.device, until: float) -> list[dict]:
             if time.monotonic() > until:
                 return sorted(found, key=lambda row: row["us"])
             try:
-                with table_says(form):
+                with table_says("indexer", form):
                     out = experiment.run(0, experiment.some)
                     error = max(difference(out[:CHECKED], reference), difference(out, all_rows))
                     if not error <= BOUND:
@@ -147,7 +131,7 @@ def compile_part(part: int, parts: int, device: torch.device) -> None:
     for shape, form in [(shape, form) for form in FORMS for shape in ways][part::parts]:
         experiment = Experiment(shape, device, cached=0)
         try:
-            with table_says({"TILES": RUNS[0]} | form):
+            with table_says("indexer", {"TILES": RUNS[0]} | form):
                 experiment.run(0, experiment.all)
         except Exception as failure:
             print(f"{shape.name}: {form}: {type(failure).__name__}: {failure}"[:200], file=sys.stderr)
@@ -178,14 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.part:
         compile_part(*map(int, options.part.split("/")), device)
         return 0
-    command = [sys.executable, "-m", "headrace.kernels.tune_indexer", "--part"]
-    jobs = [subprocess.Popen([*command, f"{i}/{options.jobs}"]) for i in range(options.jobs)]
-    for job in jobs:
-        try:
-            job.wait(max(0.1, begin + 0.6 * options.seconds - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            job.kill()
-            job.wait()
+    compile_in_processes(options.jobs, 0.6 * options.seconds, "headrace.kernels.tune_indexer", "--part")
     print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
     results, failed = {}, 0
     for shape in SHAPES:
